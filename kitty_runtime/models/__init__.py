@@ -1,0 +1,1 @@
+"""Models: finding and loading them, and their shape from the config alone."""

@@ -1,0 +1,34 @@
+"""Two hashes that tell whether a boost profile was measured on this model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from kitty_runtime.models.geometry import ModelGeometry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SAMPLES = 16
+
+
+def config_sha256(geometry: ModelGeometry) -> str:
+    """Of the sizes that shape the cache, not of the whole config: that gains fields with every transformers release."""
+    sizes = {k: v for k, v in asdict(geometry).items() if k not in ("dtype_name", "num_parameters")}
+    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
+
+
+def weights_sha256(model: PreTrainedModel) -> str:
+    """Of 16 evenly spaced elements of each parameter, rounded to bfloat16 so that the dtype loaded does not matter."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        flat = parameter.detach().flatten()
+        index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), device=flat.device).long()
+        digest.update(name.encode())
+        digest.update(flat[index].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return digest.hexdigest()

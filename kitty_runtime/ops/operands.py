@@ -1,0 +1,104 @@
+"""What the operations work on: the tensors of one attention layer's cache, and how logits become weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kitty_runtime.config import Windows
+from kitty_runtime.quant.packing import PageLayout
+
+
+@dataclass(frozen=True)
+class SoftmaxSpec:
+    """How dot products become weights.
+
+    Attributes:
+        scale: factor of the dot products.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+        sink_logits: float ``[num_q_heads]``, a learned logit that takes weight and carries no value (GPT-OSS).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    def weights(self, dots: Tensor, visible: Tensor) -> Tensor:
+        """Softmax over the last dimension, in the dtype of `dots`.
+
+        Args:
+            dots: ``[..., num_kv_heads, gqa_group_size, n, seq_len]``, not yet scaled.
+            visible: bool, broadcastable to `dots`; every row sees at least one token.
+        """
+        logits = dots * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        logits = logits.masked_fill(~visible, float("-inf"))
+        if self.sink_logits is None:
+            return logits.softmax(-1)
+        column = self.sink_logits.to(logits.dtype).view(*logits.shape[-4:-2], 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+
+
+@dataclass
+class LayerState:
+    """Pages, sinks and rings of one layer.
+
+    Attributes:
+        pages: uint8 ``[num_pages, page_bytes]``, laid out by `layout`.
+        k_sink, v_sink: model dtype ``[num_slots, num_kv_heads, sink_len, head_dim]``; position p at index p.
+        k_ring, v_ring: model dtype ``[num_slots, num_kv_heads, ring_len, head_dim]``; position p at index
+            ``(p - sink_len) % ring_len``, keys and values each with their own ring length.
+    """
+
+    layout: PageLayout
+    windows: Windows
+    pages: Tensor
+    k_sink: Tensor
+    v_sink: Tensor
+    k_ring: Tensor
+    v_ring: Tensor
+
+    @staticmethod
+    def allocate(
+        layout: PageLayout, windows: Windows, num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerState:
+        """Zero-filled sinks and rings for `num_slots` sequences, and no pages yet."""
+
+        def buffer(tokens: int) -> Tensor:
+            shape = (num_slots, layout.num_kv_heads, tokens, layout.head_dim)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return LayerState(
+            layout=layout,
+            windows=windows,
+            pages=torch.empty((0, layout.page_bytes), dtype=torch.uint8, device=device),
+            k_sink=buffer(windows.sink_len),
+            v_sink=buffer(windows.sink_len),
+            k_ring=buffer(windows.k_ring_len),
+            v_ring=buffer(windows.v_ring_len),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.pages, self.k_sink, self.v_sink, self.k_ring, self.v_ring
+
+
+def gather_tokens(sink: Tensor, ring: Tensor, new: Tensor, past_len: int, sink_len: int) -> Tensor:
+    """The unpacked tokens of one sequence and its new ones, at their positions.
+
+    Args:
+        sink: ``[num_kv_heads, sink_len, head_dim]``; ring: ``[num_kv_heads, ring_len, head_dim]``.
+        new: ``[num_kv_heads, n, head_dim]``, at positions past_len .. past_len + n - 1.
+    Returns:
+        ``[num_kv_heads, past_len + n, head_dim]``; zero at positions that have left the ring.
+    """
+    out = new.new_zeros((new.shape[0], past_len + new.shape[1], new.shape[2]))
+    out[:, : min(past_len, sink_len)] = sink[:, : min(past_len, sink_len)]
+    if past_len > sink_len:
+        recent = torch.arange(max(sink_len, past_len - ring.shape[1]), past_len, device=new.device)
+        out[:, recent] = ring[:, (recent - sink_len) % ring.shape[1]]
+    out[:, past_len:] = new
+    return out

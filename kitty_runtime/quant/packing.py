@@ -1,0 +1,200 @@
+"""The page format: bit order, byte offsets, packing and unpacking. The only owner of all of these.
+
+A page holds the keys and values of 128 tokens of one layer. Per KV head, one after another, each plane on a
+16-byte boundary:
+
+    k_low    uint16 [16][head_dim]          bits 2i, 2i+1 of word j: low two bits of token 16 i + j
+    k_high   uint16 [16][num_boosted]       the high two bits of the boosted channels, same order
+    v_low    uint16 [head_dim][16]          the same bit order along a value's tokens
+    v_high   uint16 [head_dim][16]          4-bit values only
+    k_scale, k_zero_point   fp16 [head_dim]
+    v_scale, v_zero_point   fp16 [128]
+    boosted_channels        uint8 [num_boosted], ascending; absent when all channels are boosted (4-bit keys)
+
+At 16 bits a page is instead ``keys [128][head_dim]`` then ``values [128][head_dim]`` in the model's dtype.
+
+Source: Kitty, section 4.1 (dense low plane, compact high plane). Differs: channel ids are one byte each, planes are
+word-transposed so that a kernel loads them straight into matrix operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kitty_runtime.config import PAGE_SIZE
+from kitty_runtime.errors import ConfigError
+from kitty_runtime.quant.affine import QParams
+
+LAYOUT_VERSION = 1
+"""Raised when the meaning of a page's bytes changes."""
+
+ALIGNMENT = 16
+WORDS = PAGE_SIZE // 8
+"""uint16 words per channel and plane: 8 two-bit codes in a word."""
+
+
+class PackedPage(NamedTuple):
+    """Field views of pages, ``[num_pages, num_kv_heads, ...]``; writing to them writes the page."""
+
+    k_low: Tensor
+    k_high: Tensor
+    v_low: Tensor
+    v_high: Tensor
+    k_qparams: QParams
+    v_qparams: QParams
+    boosted_channels: Tensor
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Byte offsets within a page of one layer.
+
+    Attributes:
+        num_kv_heads: KV heads of the layer on this device.
+        head_dim: 16 to 256, a multiple of 16: channel ids are bytes, planes are whole 16-byte words.
+        k_bits, v_bits: 2 or 4, or 16 for both.
+        num_boosted: key channels with 4 bits; `head_dim` when k_bits is 4.
+        dense_bytes: bytes of an element of the model's dtype; used at 16 bits.
+    Raises:
+        ConfigError: a shape that the format cannot hold.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    k_bits: int
+    v_bits: int
+    num_boosted: int
+    dense_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
+            raise ConfigError(f"head_dim is {self.head_dim}", "Pages hold head sizes from 16 to 256 in steps of 16.")
+        if not 0 <= self.num_boosted <= self.head_dim:
+            raise ConfigError(f"num_boosted is {self.num_boosted}", f"Use 0 to {self.head_dim} channels.")
+        if self.k_bits == 4 and self.num_boosted != self.head_dim:
+            raise ConfigError(
+                f"k_bits 4 with num_boosted {self.num_boosted}",
+                f"4-bit keys boost all {self.head_dim} channels.",
+            )
+
+    @property
+    def dense(self) -> bool:
+        """True for 16-bit pages."""
+        return self.k_bits == 16
+
+    @property
+    def has_ids(self) -> bool:
+        return not self.dense and 0 < self.num_boosted < self.head_dim
+
+    @cached_property
+    def _fields(self) -> dict[str, tuple[int, int]]:
+        """Name to (offset, bytes) within one KV head, in storage order; offsets are aligned."""
+        d, plane = self.head_dim, WORDS * 2
+        if self.dense:
+            sizes = {"keys": PAGE_SIZE * d * self.dense_bytes, "values": PAGE_SIZE * d * self.dense_bytes}
+        else:
+            sizes = {
+                "k_low": d * plane,
+                "k_high": self.num_boosted * plane,
+                "v_low": d * plane,
+                "v_high": d * plane if self.v_bits == 4 else 0,
+                "k_scale": 2 * d,
+                "k_zero_point": 2 * d,
+                "v_scale": 2 * PAGE_SIZE,
+                "v_zero_point": 2 * PAGE_SIZE,
+                "boosted_channels": self.num_boosted if self.has_ids else 0,
+            }
+        fields, offset = {}, 0
+        for name, size in sizes.items():
+            fields[name] = (offset, size)
+            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        return fields
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """Bytes of one page and KV head, padding included."""
+        offset, size = list(self._fields.values())[-1]
+        return -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of this layer, all its KV heads."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def dense_page_bytes(self) -> int:
+        """What the same tokens take at 16 bits."""
+        return self.num_kv_heads * PAGE_SIZE * self.head_dim * 2 * 2
+
+    def offset(self, field: str) -> int:
+        """Byte offset of `field` within a KV head."""
+        return self._fields[field][0]
+
+    def _view(self, pages: Tensor, field: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """`field` of uint8 pages ``[num_pages, page_bytes]`` as ``[num_pages, num_kv_heads, *shape]``, no copy."""
+        offset, size = self._fields[field]
+        heads = pages.view(pages.shape[0], self.num_kv_heads, self.head_bytes)
+        field_bytes = heads[..., offset : offset + size].view(dtype)
+        return field_bytes.view(*heads.shape[:2], *shape)
+
+    def fields(self, pages: Tensor) -> PackedPage:
+        """Views of every field of quantized pages.
+
+        Args:
+            pages: uint8 ``[num_pages, page_bytes]``, contiguous.
+        """
+        d, half = self.head_dim, torch.float16
+        empty = pages.new_empty((pages.shape[0], self.num_kv_heads, 0), dtype=torch.int16)
+        k_high = self._view(pages, "k_high", torch.int16, (WORDS, self.num_boosted)) if self.num_boosted else empty
+        return PackedPage(
+            k_low=self._view(pages, "k_low", torch.int16, (WORDS, d)),
+            k_high=k_high,
+            v_low=self._view(pages, "v_low", torch.int16, (d, WORDS)),
+            v_high=self._view(pages, "v_high", torch.int16, (d, WORDS)) if self.v_bits == 4 else empty,
+            k_qparams=QParams(
+                self._view(pages, "k_scale", half, (1, d)), self._view(pages, "k_zero_point", half, (1, d))
+            ),
+            v_qparams=QParams(
+                self._view(pages, "v_scale", half, (PAGE_SIZE, 1)),
+                self._view(pages, "v_zero_point", half, (PAGE_SIZE, 1)),
+            ),
+            boosted_channels=self._view(pages, "boosted_channels", torch.uint8, (self.num_boosted,))
+            if self.has_ids
+            else empty.to(torch.uint8),
+        )
+
+    def dense_keys(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
+        return self._view(pages, "keys", dtype, (PAGE_SIZE, self.head_dim))
+
+    def dense_values(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
+        return self._view(pages, "values", dtype, (PAGE_SIZE, self.head_dim))
+
+
+def pack_tokens(codes: Tensor, dim: int) -> Tensor:
+    """Two-bit codes of 128 tokens along `dim` into 16 words along `dim`.
+
+    Args:
+        codes: integers in 0..3; ``codes.shape[dim] == 128``.
+    Returns:
+        int16 holding the uint16 bit pattern: bits 2i, 2i+1 of word j are token 16 i + j.
+    """
+    dim = dim % codes.dim()
+    shape = (*codes.shape[:dim], 8, WORDS, *codes.shape[dim + 1 :])
+    lanes = codes.to(torch.int32).reshape(shape).unbind(dim)
+    words = lanes[0].clone()
+    for i, lane in enumerate(lanes[1:], start=1):
+        words |= lane << 2 * i
+    return words.to(torch.int16)
+
+
+def unpack_tokens(words: Tensor, dim: int) -> Tensor:
+    """Inverse of `pack_tokens`: int16 words, 16 along `dim`, to int16 codes in 0..3, 128 along `dim`."""
+    dim = dim % words.dim()
+    return torch.stack([(words >> 2 * i) & 3 for i in range(8)], dim=dim).flatten(dim, dim + 1)
