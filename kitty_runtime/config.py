@@ -130,7 +130,10 @@ class CacheConfig:
         return self.k_bits != 16
 
     def num_boosted(self, head_dim: int) -> int:
-        """Boosted channels of a layer without its own budget: ``int(boost_ratio * head_dim)``, as the paper."""
+        """Channels at 4 bits in a layer without its own budget: ``int(boost_ratio * head_dim)`` as in the paper, all
+        of them for 4-bit keys, none at 16 bits."""
+        if self.k_bits != 2:
+            return head_dim if self.k_bits == 4 else 0
         return int(self.boost_ratio * head_dim + 1e-9)
 
     def packed_pages(self, query_pos: Position) -> tuple[Position, Position]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,11 @@ from kitty_runtime.quant.boost import LayerBoost, choose_boosted, random_channel
 
 if TYPE_CHECKING:
     from kitty_runtime.models.geometry import LayerGeometry
+
+Metric = Literal["query", "magnitude", "attention"]
+"""How channels are scored. query: rms(q) over the GQA group times the mean range of a page. magnitude: mean |k| (the
+paper's heuristic). attention: mean squared change of the attention probabilities when that channel alone is at 2 bits
+(the paper's definition)."""
 
 SCHEMA_VERSION = 1
 SUFFIX = ".safetensors"
@@ -52,7 +57,7 @@ class Provenance:
     model_revision: str
     config_sha256: str
     weights_sha256: str
-    metric: str
+    metric: Metric
     data: str
     token_sha256: str
     num_tokens: int
@@ -133,21 +138,21 @@ def layer_boosts(
     if profile is None or not uses_profile:
         return [_without_profile(layer, config) if layer.quantized else None for layer in layers]
     check_shapes(profile, layers)
-    budgets = profile.budgets(config.boost_ratio) if config.k_bits == 2 else dict.fromkeys(profile.layers, 0)
+    budgets = profile.budgets(config.boost_ratio)
     boosts: list[LayerBoost | None] = []
     for layer in layers:
         measured = profile.layers.get(layer.index)
         if measured is None or not layer.quantized:
             boosts.append(None)
             continue
-        count = budgets[layer.index]
+        count = budgets[layer.index] if config.k_bits == 2 else layer.head_dim
         channels = choose_boosted(measured.channel_scores, count) if config.policy == "static" else None
         boosts.append(LayerBoost(config.policy, count, measured.query_energy, channels))
     return boosts
 
 
 def _without_profile(layer: LayerGeometry, config: CacheConfig) -> LayerBoost:
-    count = config.num_boosted(layer.head_dim) if config.k_bits == 2 else 0
+    count = config.num_boosted(layer.head_dim)
     channels = None
     if config.policy == "random":
         channels = random_channels(layer.num_kv_heads, layer.head_dim, count, config.seed + layer.index)

@@ -50,7 +50,7 @@ class KittyCache(Cache):  # type: ignore[misc]
         boosts: Sequence[LayerBoost | None] | None = None,
     ) -> None:
         self.config = cache_config or CacheConfig()
-        self._model_config = model_config.get_text_config(decoder=True)
+        self.model_config = model_config.get_text_config(decoder=True)
         if boosts is None:
             boosts = layer_boosts(layers_of(model_config), self.config, profile)
         self._boosts = boosts
@@ -144,18 +144,20 @@ class KittyCache(Cache):  # type: ignore[misc]
         return self.paged.allocated_bytes()
 
 
-class KittyLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One paged layer as transformers sees it. Keys and values arrive in `update`, queries in `attend`."""
+class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A cache layer that attends itself: keys and values arrive in `update`, queries in `attend`.
+
+    Args:
+        model_config: the decoder's config, which names the attention in use.
+    """
 
     is_compileable = False
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, cache: KittyCache, index: int) -> None:
+    def __init__(self, model_config: PreTrainedConfig) -> None:
         super().__init__()
-        self.passes = 0
-        self._cache = cache
-        self._index = index
+        self._model_config = model_config
         self._length = 0
         self._pending: tuple[Tensor, Tensor] | None = None
 
@@ -165,10 +167,10 @@ class KittyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the pass's keys and values; they are stored when the attention function brings the queries."""
-        implementation = self._cache._model_config._attn_implementation
+        implementation = self._model_config._attn_implementation
         if implementation != ATTENTION or self._pending is not None:
             raise ConfigError(
-                f"The model's attention is {implementation!r}, which cannot read a KittyCache.",
+                f"The model's attention is {implementation!r}, which cannot read this cache.",
                 f'Call model.set_attn_implementation("{ATTENTION}") first.',
             )
         self.lazy_initialization(key_states, value_states)
@@ -176,24 +178,22 @@ class KittyLayer(CacheLayerMixin):  # type: ignore[misc]
         self._length += key_states.shape[-2]
         return with_layer(key_states, self), value_states
 
-    def attend(
-        self,
-        query: Tensor,
-        attention_mask: Tensor | None,
-        softmax: SoftmaxSpec,
-    ) -> Tensor:
+    def attend(self, query: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec) -> Tensor:
         """See `kitty_runtime.models.attention.AttendsItself`."""
         if self._pending is None:
-            raise ConfigError("A KittyCache layer attends without new keys.", "Call the model with use_cache=True.")
+            raise ConfigError("A cache layer attends without new keys.", "Call the model with use_cache=True.")
         keys, values = self._pending
         self._pending = None
-        step = self._cache.begin_pass(self, keys, attention_mask)
-        self.passes += 1
-        layer = self._cache.paged.layer(self._index, keys)
-        return layer.attend(step, query, keys, values, softmax)
+        return self.attend_to(query, keys, values, attention_mask, softmax)
+
+    def attend_to(
+        self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec
+    ) -> Tensor:
+        """Store a pass's keys and values and attend with its queries: ``[num_seqs, num_q_heads, n, head_dim]``."""
+        raise NotImplementedError
 
     def reset(self) -> None:
-        self.passes = self._length = 0
+        self._length = 0
         self._pending = None
         self.is_initialized = False
 
@@ -219,3 +219,25 @@ class KittyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Done for all layers at once by `KittyCache.batch_repeat_interleave`."""
+
+
+class KittyLayer(AttendingLayer):
+    """One paged layer of a `KittyCache`."""
+
+    def __init__(self, cache: KittyCache, index: int) -> None:
+        super().__init__(cache.model_config)
+        self.passes = 0
+        self._cache = cache
+        self._index = index
+
+    def attend_to(
+        self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec
+    ) -> Tensor:
+        step = self._cache.begin_pass(self, keys, attention_mask)
+        self.passes += 1
+        layer = self._cache.paged.layer(self._index, keys)
+        return layer.attend(step, query, keys, values, softmax)
+
+    def reset(self) -> None:
+        super().reset()
+        self.passes = 0

@@ -47,18 +47,28 @@ class PagePool:
             self._ref_counts[page] = 1
         return pages
 
-    def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to each page."""
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add a reference to each page.
+
+        Raises:
+            PoolError: a page is free; no reference changes.
+        """
         for page in pages:
             if self._ref_counts[page] == 0:
                 raise PoolError(f"page {page} is free and cannot be shared")
+        for page in pages:
             self._ref_counts[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference from each page; the last one frees it."""
-        for page in pages:
-            if self._ref_counts[page] == 0:
+    def release(self, pages: Sequence[int]) -> None:
+        """Drop a reference from each page; the last one frees it.
+
+        Raises:
+            PoolError: a page has fewer references; no reference changes.
+        """
+        for page, count in Counter(pages).items():
+            if self._ref_counts[page] < count:
                 raise PoolError(f"page {page} is released more often than it was taken")
+        for page in pages:
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
                 self._free.append(page)

@@ -43,7 +43,7 @@ class PagedLayer:
             head_dim,
             config.k_bits,
             config.v_bits,
-            head_dim if config.k_bits == 4 else boost.num_boosted,
+            boost.num_boosted,
             keys.element_size(),
         )
         self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device)

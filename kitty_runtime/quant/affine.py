@@ -56,6 +56,9 @@ def quantize(x: Tensor, qparams: QParams, levels: Tensor | int) -> Tensor:
 
 
 def dequantize(codes: Tensor, qparams: QParams, dtype: torch.dtype) -> Tensor:
-    """``codes * scale + zero_point`` computed in at least fp32, returned as `dtype`."""
+    """``codes * scale + zero_point`` computed in at least fp32, returned as `dtype`; fp16 saturates at +-65504."""
     compute = torch.promote_types(dtype, torch.float32)
-    return (codes.to(compute) * qparams.scale.to(compute) + qparams.zero_point.to(compute)).to(dtype)
+    x = codes.to(compute) * qparams.scale.to(compute) + qparams.zero_point.to(compute)
+    if dtype == torch.float16:  # the rounded scale can lead just past the largest number
+        x = x.clamp(-FP16_MAX, FP16_MAX)
+    return x.to(dtype)

@@ -55,7 +55,8 @@ def dequantize_keys(pages: Tensor, layout: PageLayout, dtype: torch.dtype) -> Te
     if layout.num_boosted:
         high = unpack_tokens(field.k_high, dim=-2) << 2
         if layout.has_ids:
-            index = field.boosted_channels.long().unsqueeze(-2).expand_as(high)
+            # A page that is not written yet may hold any bytes; its keys are masked, but its ids must index something.
+            index = field.boosted_channels.long().clamp_max(layout.head_dim - 1).unsqueeze(-2).expand_as(high)
             codes.scatter_add_(-1, index, high)
         else:
             codes += high
