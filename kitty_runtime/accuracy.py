@@ -71,18 +71,19 @@ def measure_divergence(
     if short < first_scored + 2:
         raise DataError(f"A window has {short} tokens, scoring starts at {first_scored}.", "Use a longer text.")
     sums = {name: [0.0, 0.0, 0.0] for name in methods}
-    reference_nll, scored = 0.0, 0
+    reference_nll, scored, predicted = 0.0, 0, 0
     for window in windows:
         streams = {name: teacher_forced_logits(model, window, m.config, m.profile) for name, m in methods.items()}
         start = 0
         for chunk in teacher_forced_logits(model, window, None):
-            keep = slice(max(0, first_scored - start), min(len(chunk), len(window) - 1 - start))
-            targets = window[start + keep.start + 1 : start + keep.stop + 1].to(chunk.device)
-            reference = _log_probs(chunk, keep)
+            skip = max(0, first_scored - start)
+            targets = window[start + skip + 1 : start + len(chunk) + 1].to(chunk.device)
+            reference = chunk[skip:].float().log_softmax(-1)
             reference_nll += _nll(reference, targets)
-            scored += len(targets)
+            scored += len(reference)
+            predicted += len(targets)
             for name, stream in streams.items():
-                quantized = _log_probs(next(stream), keep)
+                quantized = next(stream)[skip:].float().log_softmax(-1)
                 sums[name][0] += (reference.exp() * (reference - quantized)).sum().item()
                 sums[name][1] += _nll(quantized, targets)
                 sums[name][2] += (reference.argmax(-1) == quantized.argmax(-1)).sum().item()
@@ -94,8 +95,8 @@ def measure_divergence(
         fraction = packed_fraction(methods[name].config, [len(w) for w in windows], first_scored)
         results[name] = Divergence(
             kl / scored,
-            math.exp(nll / scored),
-            math.exp(reference_nll / scored),
+            math.exp(nll / predicted),
+            math.exp(reference_nll / predicted),
             same / scored,
             fraction,
             scored,
@@ -105,17 +106,13 @@ def measure_divergence(
 
 def packed_fraction(config: CacheConfig, lengths: Sequence[int], first_scored: int = FIRST_SCORED) -> float:
     """Mean share of visible keys that queries at the scored positions read from packed pages."""
-    positions = torch.cat([torch.arange(first_scored, length - 1) for length in lengths])
+    positions = torch.cat([torch.arange(first_scored, length) for length in lengths])
     if not len(positions) or not config.quantizes:
         return 0.0
     k_pages, _ = config.packed_pages(positions)
     return (k_pages * 128 / (positions + 1)).mean().item()
 
 
-def _log_probs(logits: Tensor, keep: slice) -> Tensor:
-    """fp32 log-softmax of the kept rows; empty when none is kept."""
-    return logits[keep.start : max(keep.start, keep.stop)].float().log_softmax(-1)
-
-
 def _nll(log_probs: Tensor, targets: Tensor) -> float:
-    return -log_probs.gather(1, targets[:, None]).sum().item()
+    """Summed negative log likelihood; the last token of a window has no target."""
+    return -log_probs[: len(targets)].gather(1, targets[:, None]).sum().item()

@@ -22,6 +22,11 @@ PAGE_SIZE = 128
 Policy = Literal["dynamic", "static", "weighted", "random"]
 Prefill = Literal["paged", "full"]
 
+Metric = Literal["query", "magnitude", "attention"]
+"""How channels are scored. query: rms(q) over the GQA group times the mean range of a page. magnitude: mean |k| (the
+paper's heuristic). attention: mean squared change of the attention probabilities when that channel alone is at 2 bits
+(the paper's definition)."""
+
 
 @dataclass(frozen=True)
 class Windows:

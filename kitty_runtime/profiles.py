@@ -7,24 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kitty_runtime.config import CacheConfig
+from kitty_runtime.config import CacheConfig, Metric
 from kitty_runtime.errors import ConfigError, ProfileError
 from kitty_runtime.quant.boost import LayerBoost, choose_boosted, random_channels
 
 if TYPE_CHECKING:
     from kitty_runtime.models.geometry import LayerGeometry
-
-Metric = Literal["query", "magnitude", "attention"]
-"""How channels are scored. query: rms(q) over the GQA group times the mean range of a page. magnitude: mean |k| (the
-paper's heuristic). attention: mean squared change of the attention probabilities when that channel alone is at 2 bits
-(the paper's definition)."""
 
 SCHEMA_VERSION = 1
 SUFFIX = ".safetensors"

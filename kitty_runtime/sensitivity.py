@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kitty_runtime.cache.hf import AttendingLayer
-from kitty_runtime.config import PAGE_SIZE
+from kitty_runtime.config import PAGE_SIZE, Metric
 from kitty_runtime.errors import ConfigError, DataError, NumericsError
 from kitty_runtime.layer_kl import BOOST_LEVELS, LAYER_KL_CONFIG, Progress, measure_layer_kl
 from kitty_runtime.models.geometry import LayerGeometry, layers_of
 from kitty_runtime.models.loading import cache_kwarg
 from kitty_runtime.ops.extend_attention.reference import causal_attention
 from kitty_runtime.ops.operands import SoftmaxSpec
-from kitty_runtime.profiles import BoostProfile, LayerProfile, Metric, Provenance
+from kitty_runtime.profiles import BoostProfile, LayerProfile, Provenance
 from kitty_runtime.quant.affine import choose_qparams, dequantize, quantize
 
 if TYPE_CHECKING:

@@ -35,7 +35,9 @@ class Case:
             first = self.windows.sink_len + 128 * page
             for head in range(NUM_KV_HEADS):
                 if first + 128 + self.windows.k_recent_len <= query_pos:
-                    keys[head, first : first + 128] = torch.from_numpy(decode_keys(self.spec, self.head(row, page, head)))
+                    keys[head, first : first + 128] = torch.from_numpy(
+                        decode_keys(self.spec, self.head(row, page, head))
+                    )
                 if first + 128 + self.windows.v_recent_len <= query_pos:
                     values[head, first : first + 128] = torch.from_numpy(
                         decode_values(self.spec, self.head(row, page, head))

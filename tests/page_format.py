@@ -61,6 +61,8 @@ def affine(x: np.ndarray, levels: int) -> tuple[np.float16, np.float16, list[int
     low, high = x.min(), x.max()
     scale = np.float16(max((high - low) / np.float32(levels), np.float32(1e-6)))
     zero_point = np.float16(low)
+    if float(zero_point) + levels * float(scale) >= 65520:  # would come back as infinity in fp16
+        scale = np.nextafter(scale, np.float16(0))
     codes = []
     for value in x:
         code = int(np.rint((value - np.float32(zero_point)) / np.float32(scale)))
@@ -131,11 +133,12 @@ def _two_bit(words: np.ndarray) -> np.ndarray:
 
 def decode_keys(spec: Spec, head: bytes) -> np.ndarray:
     """Keys of one head's bytes, float64 ``[128, head_dim]`` (16 bits: in float64 pages)."""
+
     def field(name: str, dtype: type) -> np.ndarray:
         return np.frombuffer(head[slice(*spec.spans[name])], dtype)
 
     if spec.k_bits == 16:
-        return field("keys", np.float64).reshape(TOKENS, spec.head_dim)
+        return field("keys", np.float64).reshape(TOKENS, spec.head_dim).copy()
     codes = _two_bit(field("k_low", np.uint16).reshape(16, spec.head_dim).T)
     if spec.num_boosted:
         high = _two_bit(field("k_high", np.uint16).reshape(16, spec.num_boosted).T)
@@ -148,11 +151,12 @@ def decode_keys(spec: Spec, head: bytes) -> np.ndarray:
 
 def decode_values(spec: Spec, head: bytes) -> np.ndarray:
     """Values of one head's bytes, float64 ``[128, head_dim]``."""
+
     def field(name: str, dtype: type) -> np.ndarray:
         return np.frombuffer(head[slice(*spec.spans[name])], dtype)
 
     if spec.k_bits == 16:
-        return field("values", np.float64).reshape(TOKENS, spec.head_dim)
+        return field("values", np.float64).reshape(TOKENS, spec.head_dim).copy()
     codes = _two_bit(field("v_low", np.uint16).reshape(spec.head_dim, 16))
     if spec.v_bits == 4:
         codes += 4 * _two_bit(field("v_high", np.uint16).reshape(spec.head_dim, 16))

@@ -85,10 +85,15 @@ class KittyCache(Cache):  # type: ignore[misc]
                 "Use one cache per batch.",
             )
         if self._step is None or layer.passes == self._num_passes:
-            self._num_passes += 1
+            if attention_mask is not None and attention_mask.dtype != torch.bool:
+                raise UnsupportedOperationError(
+                    f"A custom attention mask of {attention_mask.dtype}: the cache reads causally, padding left out.",
+                    "Pass the two-dimensional padding mask.",
+                )
             n = keys.shape[2]
-            real = None if attention_mask is None else attention_mask[:, 0, -1, -n:].bool().cpu()
+            real = None if attention_mask is None else attention_mask[:, 0, -1, -n:].cpu()
             self._step = self._paged.begin_step(n, real)
+            self._num_passes += 1  # only now: a refused pass must not look like one that has begun
         return self._step
 
     # --- what transformers calls -------------------------------------------------------------------------------
@@ -175,7 +180,6 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.lazy_initialization(key_states, value_states)
         self._pending = key_states, value_states
-        self._length += key_states.shape[-2]
         return with_layer(key_states, self), value_states
 
     def attend(self, query: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec) -> Tensor:
@@ -184,7 +188,9 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
             raise ConfigError("A cache layer attends without new keys.", "Call the model with use_cache=True.")
         keys, values = self._pending
         self._pending = None
-        return self.attend_to(query, keys, values, attention_mask, softmax)
+        out = self.attend_to(query, keys, values, attention_mask, softmax)
+        self._length += keys.shape[-2]
+        return out
 
     def attend_to(
         self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec

@@ -239,5 +239,6 @@ def _store(sink: Tensor, ring: Tensor, new: Tensor, past_len: int) -> None:
     in_sink = slice(past_len, min(sink_len, total))
     if in_sink.start < in_sink.stop:
         sink[:, in_sink] = new[:, : in_sink.stop - past_len]
-    positions = torch.arange(max(sink_len, past_len, total - ring_len), total, device=new.device)
+    first = min(total, max(sink_len, past_len, total - ring_len))  # total: nothing reaches past the sink
+    positions = torch.arange(first, total, device=new.device)
     ring[:, (positions - sink_len) % ring_len] = new[:, positions - past_len]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +18,9 @@ _SAMPLES = 16
 
 def config_sha256(geometry: ModelGeometry) -> str:
     """Of the sizes that shape the cache, not of the whole config: that gains fields with every transformers release."""
-    sizes = {k: v for k, v in asdict(geometry).items() if k not in ("dtype_name", "num_parameters")}
-    return hashlib.sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()
+    layers = [(x.index, x.quantized, x.num_kv_heads, x.head_dim, x.sliding_window) for x in geometry.layers]
+    sizes = [geometry.model_type, geometry.num_q_heads, geometry.hidden_size, geometry.vocab_size, layers]
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
 def weights_sha256(model: PreTrainedModel) -> str:

@@ -16,6 +16,9 @@ from torch import Tensor
 FP16_MAX = 65504.0
 """Largest finite fp16. Keys and values beyond it saturate: scale and zero point are stored as fp16."""
 
+FP16_OVERFLOW = 65520.0
+"""Smallest number that rounds to infinity in fp16."""
+
 MIN_SCALE = 1e-6
 """Smallest scale, so that a constant channel divides by no zero; representable in fp16 as a subnormal."""
 
@@ -35,12 +38,16 @@ def choose_qparams(x: Tensor, levels: Tensor | int, dim: int) -> QParams:
         levels: largest code, 3 for 2 bits and 15 for 4; broadcastable to the parameters.
         dim: the dimension that shares one scale and zero point.
     Returns:
-        fp16 scale = (max - min) / levels and zero_point = min; x saturates at +-65504 first.
+        fp16 scale = (max - min) / levels and zero_point = min; x saturates at +-65504 first, and the scale is one
+        fp16 step smaller where the largest code would otherwise come back as infinity in fp16.
     """
     x = x.float().clamp(-FP16_MAX, FP16_MAX)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    scale = ((high - low) / levels).clamp_min(MIN_SCALE)
-    return QParams(scale.half(), low.half())
+    scale, zero_point = ((high - low) / levels).clamp_min(MIN_SCALE).half(), low.half()
+    # Rounded up, the scale can lead past the largest fp16 number, and a value would come back infinite: one step down.
+    overflows = scale.float() * levels + zero_point.float() >= FP16_OVERFLOW
+    scale = (scale.view(torch.int16) - overflows.to(torch.int16)).view(torch.float16)
+    return QParams(scale, zero_point)
 
 
 def quantize(x: Tensor, qparams: QParams, levels: Tensor | int) -> Tensor:
@@ -56,9 +63,6 @@ def quantize(x: Tensor, qparams: QParams, levels: Tensor | int) -> Tensor:
 
 
 def dequantize(codes: Tensor, qparams: QParams, dtype: torch.dtype) -> Tensor:
-    """``codes * scale + zero_point`` computed in at least fp32, returned as `dtype`; fp16 saturates at +-65504."""
+    """``codes * scale + zero_point`` computed in at least fp32, returned as `dtype`."""
     compute = torch.promote_types(dtype, torch.float32)
-    x = codes.to(compute) * qparams.scale.to(compute) + qparams.zero_point.to(compute)
-    if dtype == torch.float16:  # the rounded scale can lead just past the largest number
-        x = x.clamp(-FP16_MAX, FP16_MAX)
-    return x.to(dtype)
+    return (codes.to(compute) * qparams.scale.to(compute) + qparams.zero_point.to(compute)).to(dtype)

@@ -39,7 +39,7 @@ def check(spec, windows, group, past_len, n, softcap=None, learned_sinks=False, 
     out = extend_attention(query, keys, values, case.state, 1, page_ids, past_len, softmax, read_packed)
     assert out.shape == query.shape
     assert out.dtype == query.dtype
-    for i in range(0, n) if n < 60 else sorted({*range(0, n, 17), n - 1, *edges(windows, past_len, n)}):
+    for i in range(n) if n < 60 else sorted({*range(0, n, 17), n - 1, *edges(windows, past_len, n)}):
         pos = past_len + i
         read = case.read_at(1, pos) if read_packed else (case.keys[1][:, : pos + 1], case.values[1][:, : pos + 1])
         expected = attend_long_way(query[:, i], *read, softmax.scale, softcap, sinks)

@@ -45,7 +45,7 @@ def test_random_channels_are_fixed_by_the_seed():
     assert first.shape == (4, 8)
     for head in first.tolist():
         assert head == sorted(set(head))
-        assert 0 <= head[0]
+        assert head[0] >= 0
         assert head[-1] < 64
     state = torch.get_rng_state()
     random_channels(4, 64, 8, seed=5)

@@ -1,0 +1,1 @@
+"""The `kitty` command: parses, calls `kitty_runtime`, renders."""

@@ -1,0 +1,199 @@
+"""`kitty chat`: talk to a model on a paged 2-bit cache, or get one answer in a pipe."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kitty_cli import options, output
+from kitty_cli.commands.env import backend
+from kitty_cli.commands.info import describe
+from kitty_runtime.errors import DataError
+from kitty_runtime.models.preflight import Dtype
+
+if TYPE_CHECKING:
+    from kitty_runtime.chat import ChatSession, Reply
+    from kitty_runtime.config import CacheConfig
+    from kitty_runtime.profiles import BoostProfile
+
+_SAMPLING = "Sampling"
+
+
+def chat(
+    model: options.Model = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Answer this once and leave; stdin is read in a pipe.", show_default=False)
+    ] = None,
+    preset: options.Preset = None,
+    bits: options.Bits = None,
+    k_bits: options.KBits = None,
+    v_bits: options.VBits = None,
+    boost: options.Boost = None,
+    profile: options.ProfileFile = None,
+    system_prompt: Annotated[str, typer.Option(help="First message, from the system.", show_default=False)] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model continues the text.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 1024,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy.", min=0.0, rich_help_panel=_SAMPLING, show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING, show_default=False)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, rich_help_panel=_SAMPLING, show_default=False)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING, show_default=False)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(min=0.01, rich_help_panel=_SAMPLING, show_default=False)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING, show_default=False)] = None,
+    device: options.Device = "auto",
+    dtype: options.DtypeName = "auto",
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Chat with a model on a paged 2-bit cache; in a pipe, answer once."""
+    config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    generation = {
+        "max_new_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    once = prompt if prompt is not None else None if sys.stdin.isatty() else _read_stdin()
+    session = _open(model, config, profile, generation, system_prompt, raw, device, dtype, trust_remote_code)
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(seed)
+    if once is not None:
+        answer(session, once)
+    else:
+        from kitty_cli.chat_loop import talk
+
+        talk(session)
+
+
+def _read_stdin() -> str:
+    """All of stdin as one message.
+
+    Raises:
+        DataError: nothing there, or not UTF-8.
+    """
+    try:
+        text = sys.stdin.read().strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"The input is not UTF-8 text (byte {error.start}).", "Convert it first.") from error
+    if not text:
+        raise DataError("The input is empty.", 'Pipe a message in, or give it: kitty chat MODEL "message"')
+    return text
+
+
+def _open(
+    model: str | None,
+    config: CacheConfig,
+    profile_path: Path | None,
+    generation: dict[str, Any],
+    system_prompt: str,
+    raw: bool,
+    device: str,
+    dtype: Dtype,
+    trust_remote_code: bool,
+) -> ChatSession:
+    """Load what the flags name, and say on stderr which model, cache, profile and backend run."""
+    from kitty_runtime.models.geometry import geometry_of
+    from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
+    from kitty_runtime.profiles import layer_boosts, load_profile
+
+    given = None if profile_path is None else load_profile(profile_path)
+    source = resolve_model(model, output.note)
+    geometry = geometry_of(load_config(source, trust_remote_code))
+    layer_boosts(geometry.layers, config, given)  # a profile that does not fit is refused before weights load
+    tokenizer = load_tokenizer(source, trust_remote_code)
+    loaded = load_model(
+        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
+    )
+    profile, name = _profile_for(loaded, geometry, given, profile_path)
+    if config.policy not in ("weighted", "static"):
+        name = "not used by this preset"
+        if given is not None:
+            output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
+    output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {backend()}")
+    output.note(f"cache: {describe(config)}")
+    output.note(f"profile: {name}")
+
+    from kitty_runtime.chat import ChatSession
+
+    return ChatSession(loaded, tokenizer, config, profile, generation, system_prompt, raw)
+
+
+def _profile_for(
+    model: Any, geometry: Any, given: BoostProfile | None, given_path: Path | None
+) -> tuple[BoostProfile | None, str]:
+    """The profile to use and what to call it: the one given, else the one measured on this very model."""
+    from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
+    from kitty_runtime.profile_store import find_profile
+
+    config_hash, weights_hash = config_sha256(geometry), weights_sha256(model)
+    if given is not None:
+        if given.provenance.weights_sha256 != weights_hash:
+            output.warning(f"{given_path} was measured on {given.provenance.model}, whose weights are not these.")
+        return given, str(given_path)
+    found = find_profile(config_hash, weights_hash)
+    if found is None:
+        return None, "none for this model, running query energies; make one with: kitty profile"
+    return found[1], str(found[0])
+
+
+def answer(session: ChatSession, message: str) -> None:
+    """Stream one answer to stdout, its figures to stderr.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after the token at hand; what was said stays in the conversation.
+    """
+    with interruptible() as stopped:
+        reply = session.reply(message, lambda piece: output.text(piece, end=""), stopped)
+    output.text("")
+    output.note(figures(session, reply))
+    if reply.finish_reason == "interrupted":
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Iterator[Any]:
+    """Within, the first Ctrl-C only makes the yielded function return True; the second raises as usual."""
+    pressed = False
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def figures(session: ChatSession, reply: Reply) -> str:
+    """The dim line after an answer: speed, pages, bytes by part, ratio to 16 bits."""
+    paged = session.cache.paged
+    used = paged.used_bytes()
+    prompt_rate = reply.num_prompt_tokens / reply.prompt_s if reply.prompt_s else 0.0
+    rate = (reply.num_new_tokens - 1) / reply.generation_s if reply.generation_s else 0.0
+    parts = f"pages {output.size(used.pages)} + sink {output.size(used.sinks)} + recent {output.size(used.rings)}"
+    limit = " | length limit" if reply.finish_reason == "length" else ""
+    return (
+        f"prompt {reply.num_prompt_tokens} tok, {prompt_rate:.1f} tok/s | generation {reply.num_new_tokens} tok, "
+        f"{rate:.1f} tok/s | {sum(paged.lens)} tokens, {paged.pool.num_used} pages packed | {parts} | "
+        f"{paged.dense_bytes() / used.total:.2f}x smaller than 16 bits{limit}"
+    )

@@ -1,0 +1,86 @@
+"""The Typer app: registers the commands and turns errors into exit codes.
+
+Exit codes: 0 done, 1 runtime error, 2 usage, 130 interrupted. `KITTY_DEBUG=1` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from kitty_cli import output
+from kitty_cli.commands.chat import chat
+from kitty_cli.commands.env import env, version_lines
+from kitty_cli.commands.info import info
+from kitty_cli.commands.profile import profile
+from kitty_runtime.errors import ConfigError, KittyError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kitty",
+    help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="First steps: kitty info, kitty profile, kitty chat.",
+)
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, with deliberate errors shown as text and mapped to an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KittyError as problem:
+            if os.environ.get("KITTY_DEBUG"):
+                raise
+            output.error(problem)
+            raise typer.Exit(2 if isinstance(problem, ConfigError) else 1) from None
+        except KeyboardInterrupt:
+            output.note("Interrupted.")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:  # the reader left, as `head` does
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            raise typer.Exit(0) from None
+
+    return run
+
+
+for _command in (info, profile, chat, env):
+    app.command()(guarded(_command))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        for line in version_lines():
+            output.text(line)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log more; -vv logs everything.")] = 0,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Versions of kitty and what it runs on."),
+    ] = False,
+) -> None:
+    output.set_up_logging(verbose)
+
+
+def main() -> None:
+    """Entry point of `kitty` and `kitty-kv`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Options that several commands share, and what they mean together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kitty_runtime.config import DEFAULT_PRESET, PRESETS, CacheConfig, preset
+from kitty_runtime.models.preflight import Dtype
+
+_MODEL = "Model"
+_CACHE = "Cache"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="Hub id, folder, .gguf file, or 'demo'; $KITTY_MODEL or 'demo' if left out.", show_default=False
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
+DtypeName = Annotated[
+    Dtype, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on a CPU.", rich_help_panel=_MODEL)
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code from the model's repository.", rich_help_panel=_MODEL)
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+Preset = Annotated[str | None, typer.Option(help=f"Cache settings: {', '.join(PRESETS)}.", rich_help_panel=_CACHE)]
+Bits = Annotated[int | None, typer.Option(help="Bits of keys and values: 2, 4 or 16.", rich_help_panel=_CACHE)]
+KBits = Annotated[int | None, typer.Option("--k-bits", "-ctk", help="Bits of keys: 2 or 4.", rich_help_panel=_CACHE)]
+VBits = Annotated[int | None, typer.Option("--v-bits", "-ctv", help="Bits of values: 2 or 4.", rich_help_panel=_CACHE)]
+Boost = Annotated[
+    float | None,
+    typer.Option(help="Share of key channels at 4 bits, 0 to 1; the mean over layers.", rich_help_panel=_CACHE),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Boost profile; the model's own is found by itself.", rich_help_panel=_CACHE),
+]
+
+
+def cache_config(
+    preset_name: str | None, bits: int | None, k_bits: int | None, v_bits: int | None, boost: float | None
+) -> CacheConfig:
+    """The settings that the flags ask for: a preset, changed by each flag that was given.
+
+    Raises:
+        ConfigError: flags that contradict each other or the page format.
+    """
+    config = preset(preset_name or DEFAULT_PRESET)
+    k_bits, v_bits = (bits if k_bits is None else k_bits), (bits if v_bits is None else v_bits)
+    if k_bits == v_bits == 16:
+        config = preset("16")
+    changes: dict[str, Any] = {}
+    if k_bits is not None:
+        changes["k_bits"] = k_bits
+        if k_bits != 2:  # boost lifts 2-bit channels to 4 bits
+            changes["boost_ratio"] = 0.0
+    if v_bits is not None:
+        changes["v_bits"] = v_bits
+    if boost is not None:
+        changes["boost_ratio"] = boost
+    return replace(config, **changes)

@@ -1,0 +1,67 @@
+"""Where boost profiles are kept, and the one that was measured on a given model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from kitty_runtime.errors import ProfileError
+from kitty_runtime.home import profiles_dir
+from kitty_runtime.profiles import SUFFIX, BoostProfile, dump_profile, load_profile
+
+logger = logging.getLogger(__name__)
+
+
+def shipped_profiles_dir() -> Path:
+    """Profiles that come with kitty: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parent
+    installed = package / "_profiles"
+    return installed if installed.is_dir() else package.parent / "profiles"
+
+
+def default_path(model_name: str) -> Path:
+    """Where `kitty profile` writes a model's profile unless told otherwise."""
+    return profiles_dir() / (re.sub(r"[^A-Za-z0-9._-]+", "--", model_name).strip("-.") + SUFFIX)
+
+
+def find_profile(config_sha256: str, weights_sha256: str | None) -> tuple[Path, BoostProfile] | None:
+    """The profile measured on this very model, the user's own before a shipped one.
+
+    Args:
+        weights_sha256: None where only the config is at hand.
+    """
+    for path in _profile_files():
+        try:
+            profile = load_profile(path)
+        except ProfileError as error:
+            logger.warning("skipping a profile: %s", error.message)
+            continue
+        source = profile.provenance
+        if source.config_sha256 == config_sha256 and weights_sha256 in (None, source.weights_sha256):
+            return path, profile
+    return None
+
+
+def _profile_files() -> Iterator[Path]:
+    for folder in (profiles_dir(), shipped_profiles_dir()):
+        if folder.is_dir():
+            yield from sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def save_profile(profile: BoostProfile, path: Path) -> None:
+    """Write a profile; a file that is there is replaced whole or not at all.
+
+    Raises:
+        ProfileError: the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(dump_profile(profile))
+        partial.replace(path)
+    except OSError as error:
+        raise ProfileError(
+            f"{path} cannot be written: {error.strerror}.", "Choose another place: --output FILE"
+        ) from error
