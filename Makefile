@@ -20,7 +20,7 @@ $(VENV)/.model: $(VENV)/.ready
 demo: $(VENV)/.model
 	$(BIN)/kitty info
 	$(BIN)/kitty profile
-	$(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 80 "Explain in two sentences what a cache is."
+	$(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 80 demo "Explain in two sentences what a cache is."
 
 test: $(VENV)/.model lint
 	$(BIN)/python -m pytest

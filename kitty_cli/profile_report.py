@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 
 from kitty_cli import output
@@ -88,6 +89,7 @@ def layer_table(profile: BoostProfile, boost_ratio: float) -> Table:
         f"boosted of {head_dim}",
         title="Each layer alone at 2 bits: KL in nats, by share of boosted channels",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     for column in table.columns:
         column.justify = "right"
@@ -140,6 +142,7 @@ def comparison_table(compared: Comparison) -> Table:
         "B/token",
         title=f"{compared.num_tokens} tokens of {compared.text}, against 16 bits",
         title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     for column in table.columns[1:]:
         column.justify = "right"

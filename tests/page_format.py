@@ -6,6 +6,7 @@ Nothing here comes from kitty_runtime: tests compare bytes and numbers against i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -63,11 +64,8 @@ def affine(x: np.ndarray, levels: int) -> tuple[np.float16, np.float16, list[int
     zero_point = np.float16(low)
     if float(zero_point) + levels * float(scale) >= 65520:  # would come back as infinity in fp16
         scale = np.nextafter(scale, np.float16(0))
-    codes = []
-    for value in x:
-        code = int(np.rint((value - np.float32(zero_point)) / np.float32(scale)))
-        codes.append(min(max(code, 0), levels))
-    return scale, zero_point, codes
+    codes = np.rint((x - np.float32(zero_point)) / np.float32(scale))
+    return scale, zero_point, np.clip(codes, 0, levels).astype(int).tolist()
 
 
 def words_of(two_bit_codes: list[int]) -> list[int]:
@@ -131,6 +129,7 @@ def _two_bit(words: np.ndarray) -> np.ndarray:
     return codes
 
 
+@lru_cache
 def decode_keys(spec: Spec, head: bytes) -> np.ndarray:
     """Keys of one head's bytes, float64 ``[128, head_dim]`` (16 bits: in float64 pages)."""
 
@@ -149,6 +148,7 @@ def decode_keys(spec: Spec, head: bytes) -> np.ndarray:
     return (codes * scale[:, None] + zero_point[:, None]).T
 
 
+@lru_cache
 def decode_values(spec: Spec, head: bytes) -> np.ndarray:
     """Values of one head's bytes, float64 ``[128, head_dim]``."""
 

@@ -75,6 +75,8 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
+    if family == "gpt_oss":
+        model.set_experts_implementation("eager")  # the default has no float64
     model.set_attn_implementation(attention)
     return model.to(dtype).eval()
 

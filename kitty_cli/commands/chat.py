@@ -14,7 +14,7 @@ import typer
 from kitty_cli import options, output
 from kitty_cli.commands.env import backend
 from kitty_cli.commands.info import describe
-from kitty_runtime.errors import DataError
+from kitty_runtime.errors import ConfigError, DataError
 from kitty_runtime.models.preflight import Dtype
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def chat(
 ) -> None:
     """Chat with a model on a paged 2-bit cache; in a pipe, answer once."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    if model is not None and " " in model and prompt is None:
+        raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
     generation = {
         "max_new_tokens": max_tokens,
         "temperature": temperature,

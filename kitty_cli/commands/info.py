@@ -109,6 +109,7 @@ def _show(
     found: tuple[Path | None, BoostProfile | None],
     plan: MemoryPlan | None,
 ) -> None:
+    from rich import box
     from rich.table import Table
 
     from kitty_runtime.memory import sequence_bytes
@@ -125,14 +126,15 @@ def _show(
         output.text(f"kept as they are ({reason}): layers {indices}")
     output.text(f"cache: {describe(config)}")
     output.text(f"profile: {path or 'none; make one with: kitty profile'}")
-    table = Table("context", "pages", "sinks", "recent", "kept layers", "total", "B/token", "16 bits", "ratio")
+    parts = ["pages", "sinks", "recent", *(["kept layers"] if kept else [])]
+    table = Table("context", *parts, "total", "B/token", "16 bits", "ratio", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
     for n in CONTEXTS:
         b = sequence_bytes(geometry.layers, config, n, profile)
-        parts = (b.pages, b.sinks, b.rings + b.statistics, b.kept_layers, b.total)
+        sizes = [b.pages, b.sinks, b.rings + b.statistics, *([b.kept_layers] if kept else []), b.total]
         table.add_row(
-            f"{n // 1024}K", *map(output.size, parts), f"{b.total / n:,.0f}", output.size(b.dense), f"{b.ratio:.2f}x"
+            f"{n // 1024}K", *map(output.size, sizes), f"{b.total / n:,.0f}", output.size(b.dense), f"{b.ratio:.2f}x"
         )
     output.show(table)
     if geometry.max_position_embeddings and geometry.max_position_embeddings < CONTEXTS[-1]:
@@ -174,6 +176,7 @@ def _show_plan(plan: MemoryPlan) -> None:
 def _profile_info(path: Path, boost_ratio: float, as_json: bool) -> None:
     from dataclasses import asdict
 
+    from rich import box
     from rich.table import Table
 
     from kitty_runtime.profiles import load_profile
@@ -199,7 +202,7 @@ def _profile_info(path: Path, boost_ratio: float, as_json: bool) -> None:
     for name, value in provenance.items():
         shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         output.text(f"{name}: {shown}")
-    table = Table("layer", "boosted", *(f"KL at {level:.3g}" for level in profile.boost_levels))
+    table = Table("layer", "boosted", *(f"KL at {level:.3g}" for level in profile.boost_levels), box=box.SIMPLE_HEAD)
     for column in table.columns:
         column.justify = "right"
     for index, layer in profile.layers.items():

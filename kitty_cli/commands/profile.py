@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NUM_SAMPLES, MAX_SEQ_LENGTH = 4, 1024
 """Default calibration: enough for stable energies, under a minute on a small model."""
 
-KL_TOKENS = 768
+KL_TOKENS = 1024
 HELD_OUT_TOKENS = 2048
 
 _CALIBRATION = "Calibration"
@@ -115,7 +115,7 @@ def profile(
         num_tokens=samples * window_len,
         kl_tokens=len(kl_window),
         seed=seed,
-        command=_command(source.name, metric, data, samples, window_len, seed, skip_layers),
+        command=_command(model or "demo", metric, data, samples, window_len, seed, skip_layers),
         versions=versions(),
     )
     path = out or default_path(source.name)

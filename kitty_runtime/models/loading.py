@@ -138,6 +138,8 @@ def load_model(
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    from kitty_runtime.models import attention  # noqa: F401  registers "kitty" with transformers
+
     target = pick_device(device)
     config = load_config(source, trust_remote_code)
     geometry = geometry_of(config)

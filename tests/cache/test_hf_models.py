@@ -72,7 +72,7 @@ def test_two_bits_do_change_the_logits(family):
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 159, 160, 161])
 def test_boundary_prompts(length):
     model, inputs = tiny_model(), {"input_ids": random_ids(1, length)}
-    found, cache = with_cache(model, inputs, preset("16"))
+    found, _ = with_cache(model, inputs, preset("16"))
     expected = default_path(model, inputs)
     check_equal(found, expected)
     if length + NEW_TOKENS < 160:

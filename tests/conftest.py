@@ -1,0 +1,46 @@
+"""Fixtures that several test files share: the costly one is token-by-token decode, run once per preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import logits_in_chunks, random_ids, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kitty_runtime.cache.hf import KittyCache
+from kitty_runtime.config import preset
+
+LONG = 1050
+
+
+@pytest.fixture(scope="session")
+def float64_model() -> PreTrainedModel:
+    return tiny_model(dtype=torch.float64)
+
+
+@pytest.fixture(scope="session")
+def long_ids() -> Tensor:
+    """``[1050]``, which `decoded` begins to decode."""
+    return random_ids(LONG)
+
+
+@pytest.fixture(scope="session")
+def decoded(float64_model, long_ids) -> Callable[[str], tuple[Tensor, KittyCache]]:
+    """By preset: logits and cache of tokens that each were their own pass, from the first on. Not to be changed.
+
+    420 tokens (three packed pages of keys, two of values with the paper's windows) for presets whose pages differ,
+    300 (two and one) for their variants.
+    """
+    found: dict[str, tuple[Tensor, KittyCache]] = {}
+
+    def get(name: str) -> tuple[Tensor, KittyCache]:
+        if name not in found:
+            cache = KittyCache(float64_model.config, preset(name))
+            length = 420 if name in ("kitty", "weighted", "kivi-2-g128", "kv4") else 300
+            found[name] = logits_in_chunks(float64_model, long_ids[:length], cache, 1), cache
+        return found[name]
+
+    return get
