@@ -80,7 +80,8 @@ def set_up_logging(verbose: int) -> None:
     logger.propagate = False
     if verbose < 2:  # set before transformers is imported; both tell users about their own internals
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
+        if not sys.stderr.isatty():
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 

@@ -189,7 +189,7 @@ def interruptible() -> Iterator[Any]:
 def figures(session: ChatSession, reply: Reply) -> str:
     """The dim line after an answer: speed, pages, bytes by part, ratio to 16 bits."""
     paged = session.cache.paged
-    used = paged.used_bytes()
+    used, dense = paged.used_bytes(), paged.dense_bytes()
     prompt_rate = reply.num_prompt_tokens / reply.prompt_s if reply.prompt_s else 0.0
     rate = (reply.num_new_tokens - 1) / reply.generation_s if reply.generation_s else 0.0
     parts = f"pages {output.size(used.pages)} + sink {output.size(used.sinks)} + recent {output.size(used.rings)}"
@@ -197,5 +197,5 @@ def figures(session: ChatSession, reply: Reply) -> str:
     return (
         f"prompt {reply.num_prompt_tokens} tok, {prompt_rate:.1f} tok/s | generation {reply.num_new_tokens} tok, "
         f"{rate:.1f} tok/s | {sum(paged.lens)} tokens, {paged.pool.num_used} pages packed | {parts} | "
-        f"{paged.dense_bytes() / used.total:.2f}x smaller than 16 bits{limit}"
+        f"{output.size(used.total)} for {output.size(dense)} at 16 bits, {dense / used.total:.2f}x{limit}"
     )

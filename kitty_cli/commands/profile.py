@@ -104,6 +104,7 @@ def profile(
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
     )
+    found = versions()
     provenance = Provenance(
         model=source.name,
         model_revision=source.revision or "",
@@ -116,7 +117,7 @@ def profile(
         kl_tokens=len(kl_window),
         seed=seed,
         command=_command(model or "demo", metric, data, samples, window_len, seed, skip_layers),
-        versions=versions(),
+        versions={name: found[name] for name in ("kitty", "python", "torch", "transformers")},
     )
     path = out or default_path(source.name)
     with output.progress() as progress:
