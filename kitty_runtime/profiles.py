@@ -204,7 +204,8 @@ def load_profile(path: Path | str) -> BoostProfile:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = (file.metadata() or {}).get(_METADATA_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # clone: the tensors would otherwise be windows on a file that may be replaced or truncated
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ProfileError(
             f"{path} cannot be read as a profile: {error}", "Make it again: kitty profile MODEL"
