@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kitty_runtime.config import PAGE_SIZE, CacheConfig
 from kitty_runtime.errors import ConfigError
 from kitty_runtime.models.geometry import LayerGeometry, ModelGeometry
@@ -48,14 +50,14 @@ def sequence_bytes(
     config: CacheConfig,
     seq_len: int,
     profile: BoostProfile | None = None,
-    dense_bytes: int = BYTES_16,
+    dtype: torch.dtype = torch.float16,
 ) -> SequenceBytes:
     """Bytes of one sequence of `seq_len` tokens.
 
     Args:
         layers: the model's.
         config, profile: as `KittyCache` takes them.
-        dense_bytes: of one unpacked element: 2, or 4 when the model runs in fp32.
+        dtype: the model's; sinks, rings and kept layers hold it.
     """
     pages = sinks = rings = statistics = kept = dense = 0
     windows, (k_pages, _) = config.windows, config.packed_pages(seq_len)
@@ -64,19 +66,21 @@ def sequence_bytes(
         vector = layer.num_kv_heads * layer.head_dim
         dense += 2 * visible * vector * BYTES_16
         if boost is None:
-            kept += 2 * visible * vector * dense_bytes
+            kept += 2 * visible * vector * dtype.itemsize
             continue
-        pages += k_pages * layout_of(layer, config, boost, dense_bytes).page_bytes
-        sinks += 2 * windows.sink_len * vector * dense_bytes
-        rings += (windows.k_ring_len + windows.v_ring_len) * vector * dense_bytes
+        pages += k_pages * layout_of(layer, config, boost, dtype).page_bytes
+        sinks += 2 * windows.sink_len * vector * dtype.itemsize
+        rings += (windows.k_ring_len + windows.v_ring_len) * vector * dtype.itemsize
         if boost.needs_running_energy and config.quantizes:
             statistics += vector * 4
     return SequenceBytes(pages, sinks, rings, statistics, kept, dense)
 
 
-def layout_of(layer: LayerGeometry, config: CacheConfig, boost: LayerBoost, dense_bytes: int = BYTES_16) -> PageLayout:
+def layout_of(
+    layer: LayerGeometry, config: CacheConfig, boost: LayerBoost, dtype: torch.dtype = torch.float16
+) -> PageLayout:
     """The page format of a layer that is paged."""
-    return PageLayout(layer.num_kv_heads, layer.head_dim, config.k_bits, config.v_bits, boost.num_boosted, dense_bytes)
+    return PageLayout(layer.num_kv_heads, layer.head_dim, config.k_bits, config.v_bits, boost.num_boosted, dtype)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,7 +215,7 @@ def load_profile(path: Path | str) -> BoostProfile:
         raise ProfileError(f"{path} is a safetensors file but not a boost profile.", "Make one: kitty profile MODEL")
     try:
         return _parse(json.loads(metadata), tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ProfileError):
             raise ProfileError(f"{path}: {error.message}", error.hint) from error
         raise ProfileError(f"{path} is damaged: {error!r}", "Make it again: kitty profile MODEL") from error
@@ -227,7 +228,8 @@ def _parse(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoostPro
             "Make it again with this version: kitty profile MODEL",
         )
     levels = tuple(float(level) for level in header["boost_levels"])
-    if len(levels) < 2 or levels[0] != 0 or list(levels) != sorted(set(levels)) or levels[-1] > 1:
+    ascending = all(low < high for low, high in pairwise(levels))  # false for NaN too
+    if len(levels) < 2 or levels[0] != 0 or not ascending or levels[-1] > 1:
         raise ProfileError(f"boost levels {levels} are not ascending shares from 0")
     layers = {}
     for index, kl in sorted((int(index), kl) for index, kl in header["kl"].items()):

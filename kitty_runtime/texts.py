@@ -75,6 +75,8 @@ def load_text(data: str, split: str = "train", column: str = "text") -> Text:
     if builder is not None:
         if not path.is_file():
             raise DataError(f"There is no file {data}.", "Check the path.")
+        if not path.stat().st_size:
+            raise DataError(f"{path} is empty.", "Use a longer text, or leave --data out.")
         return Text(path.name, _read_dataset(data, (builder,), {"data_files": str(path)}, "train", column))
     if path.suffix == ".txt" or data.startswith((".", "/", "~")):
         raise DataError(f"There is no file {data}.", "Check the path.")

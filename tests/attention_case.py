@@ -58,7 +58,7 @@ def make_case(spec: Spec, windows: Windows, lens: list[int], packed_at: list[int
     whose keys alone are packed.
     """
     rng = np.random.default_rng(seed)
-    layout = PageLayout(NUM_KV_HEADS, spec.head_dim, spec.k_bits, spec.v_bits, spec.num_boosted, spec.dense_itemsize)
+    layout = PageLayout(NUM_KV_HEADS, spec.head_dim, spec.k_bits, spec.v_bits, spec.num_boosted, torch.float64)
     state = LayerState.allocate(layout, windows, len(lens), torch.float64, torch.device("cpu"))
     for tensor in (state.k_sink, state.v_sink, state.k_ring, state.v_ring):
         tensor.fill_(POISON)

@@ -91,6 +91,11 @@ class KittyCache(Cache):  # type: ignore[misc]
                     "Pass the two-dimensional padding mask.",
                 )
             n = keys.shape[2]
+            if attention_mask is not None and n > 1 and bool(attention_mask[:, 0, 0, -1].any()):
+                raise UnsupportedOperationError(
+                    "A custom attention mask lets a token see later ones: the cache reads causally.",
+                    "Pass the two-dimensional padding mask.",
+                )
             real = None if attention_mask is None else attention_mask[:, 0, -1, -n:].cpu()
             self._step = self._paged.begin_step(n, real)
             self._num_passes += 1  # only now: a refused pass must not look like one that has begun
@@ -236,6 +241,7 @@ class KittyLayer(AttendingLayer):
         self._cache = cache
         self._index = index
 
+    @torch.no_grad()
     def attend_to(
         self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec
     ) -> Tensor:

@@ -51,10 +51,10 @@ class PagePool:
         """Add a reference to each page.
 
         Raises:
-            PoolError: a page is free; no reference changes.
+            PoolError: a page is free or does not exist; no reference changes.
         """
         for page in pages:
-            if self._ref_counts[page] == 0:
+            if page not in range(self.num_pages) or self._ref_counts[page] == 0:
                 raise PoolError(f"page {page} is free and cannot be shared")
         for page in pages:
             self._ref_counts[page] += 1
@@ -66,7 +66,7 @@ class PagePool:
             PoolError: a page has fewer references; no reference changes.
         """
         for page, count in Counter(pages).items():
-            if self._ref_counts[page] < count:
+            if page not in range(self.num_pages) or self._ref_counts[page] < count:
                 raise PoolError(f"page {page} is released more often than it was taken")
         for page in pages:
             self._ref_counts[page] -= 1

@@ -44,7 +44,7 @@ class PagedLayer:
             config.k_bits,
             config.v_bits,
             boost.num_boosted,
-            keys.element_size(),
+            keys.dtype,
         )
         self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device)
         self.query_sq_sum: Tensor | None = None

@@ -59,7 +59,7 @@ class PageLayout:
         head_dim: 16 to 256, a multiple of 16: channel ids are bytes, planes are whole 16-byte words.
         k_bits, v_bits: 2 or 4, or 16 for both.
         num_boosted: key channels with 4 bits; `head_dim` when k_bits is 4.
-        dense_bytes: bytes of an element of the model's dtype; used at 16 bits.
+        dtype: the model's, in which 16-bit pages hold keys and values.
     Raises:
         ConfigError: a shape that the format cannot hold.
     """
@@ -69,7 +69,7 @@ class PageLayout:
     k_bits: int
     v_bits: int
     num_boosted: int
-    dense_bytes: int = 2
+    dtype: torch.dtype = torch.float16
 
     def __post_init__(self) -> None:
         if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
@@ -96,7 +96,7 @@ class PageLayout:
         """Name to (offset, bytes) within one KV head, in storage order; offsets are aligned."""
         d, plane = self.head_dim, WORDS * 2
         if self.dense:
-            sizes = {"keys": PAGE_SIZE * d * self.dense_bytes, "values": PAGE_SIZE * d * self.dense_bytes}
+            sizes = {"keys": PAGE_SIZE * d * self.dtype.itemsize, "values": PAGE_SIZE * d * self.dtype.itemsize}
         else:
             sizes = {
                 "k_low": d * plane,
@@ -168,13 +168,13 @@ class PageLayout:
             else empty.to(torch.uint8),
         )
 
-    def dense_keys(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    def dense_keys(self, pages: Tensor) -> Tensor:
         """Keys of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
-        return self._view(pages, "keys", dtype, (PAGE_SIZE, self.head_dim))
+        return self._view(pages, "keys", self.dtype, (PAGE_SIZE, self.head_dim))
 
-    def dense_values(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    def dense_values(self, pages: Tensor) -> Tensor:
         """Values of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
-        return self._view(pages, "values", dtype, (PAGE_SIZE, self.head_dim))
+        return self._view(pages, "values", self.dtype, (PAGE_SIZE, self.head_dim))
 
 
 def pack_tokens(codes: Tensor, dim: int) -> Tensor:

@@ -287,3 +287,21 @@ def test_layers_given_as_none_stay_native():
     model.set_attn_implementation("sdpa")
     expected = logits_in_chunks(model, ids, DynamicCache(config=model.config), 90)
     assert float((found - expected).abs().max()) <= 1e-9
+
+
+def test_no_graph_grows_and_no_mask_is_misread():
+    model = tiny_model("llama")
+    model.set_attn_implementation("kitty")
+    arguments = {"use_cache": True}
+    cache = KittyCache(model.config, preset("weighted"))
+    ids = torch.randint(0, model.config.vocab_size, (1, 40))
+    model(input_ids=ids, **arguments, **{cache_kwarg(model): cache})
+    assert not any(t.requires_grad for layer in cache.paged.layers for t in layer.tensors)
+    bidirectional = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    with pytest.raises(UnsupportedOperationError, match="later ones"):
+        model(
+            input_ids=ids,
+            attention_mask=bidirectional,
+            **arguments,
+            **{cache_kwarg(model): KittyCache(model.config, preset("weighted"))},
+        )

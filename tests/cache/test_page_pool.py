@@ -97,3 +97,14 @@ def test_integrity_names_what_is_wrong():
         pool.check_integrity([[*pages, 7]])
     with pytest.raises(PoolError, match="-1 does not exist"):
         pool.check_integrity([[*pages, -1]])
+
+
+@pytest.mark.parametrize("page", [-1, 4])
+def test_a_page_that_does_not_exist_is_refused(page):
+    pool = PagePool(4)
+    pool.allocate(4)
+    with pytest.raises(PoolError):
+        pool.retain([page])
+    with pytest.raises(PoolError):
+        pool.release([page])
+    pool.check_integrity([range(4)])

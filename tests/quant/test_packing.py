@@ -84,8 +84,8 @@ def test_views_write_their_own_bytes_and_no_others(head_dim, k_bits, ratio, v_bi
     pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
     if k_bits == 16:
         views = {
-            "keys": layout.dense_keys(pages, torch.bfloat16),
-            "values": layout.dense_values(pages, torch.bfloat16),
+            "keys": layout.dense_keys(pages),
+            "values": layout.dense_values(pages),
         }
     else:
         page = layout.fields(pages)

@@ -12,7 +12,7 @@ from kitty_runtime.quant.packing import PageLayout, pack_tokens, unpack_tokens
 def quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout) -> None:
     """See `kitty_runtime.ops.quantize_page.api.quantize_keys`."""
     if layout.dense:
-        layout.dense_keys(pages, keys.dtype)[page_ids] = keys
+        layout.dense_keys(pages)[page_ids] = keys
         return
     levels = torch.full((*keys.shape[:-2], layout.head_dim), 3, device=keys.device)
     levels.scatter_(-1, boosted_channels, 15)
@@ -33,7 +33,7 @@ def quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channel
 def quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: PageLayout) -> None:
     """See `kitty_runtime.ops.quantize_page.api.quantize_values`."""
     if layout.dense:
-        layout.dense_values(pages, values.dtype)[page_ids] = values
+        layout.dense_values(pages)[page_ids] = values
         return
     levels = 2**layout.v_bits - 1
     qparams = choose_qparams(values, levels, dim=-1)
@@ -49,7 +49,7 @@ def quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: Pag
 def dequantize_keys(pages: Tensor, layout: PageLayout, dtype: torch.dtype) -> Tensor:
     """Keys of `pages` (uint8 ``[num_pages, page_bytes]``): ``[num_pages, num_kv_heads, 128, head_dim]``."""
     if layout.dense:
-        return layout.dense_keys(pages, dtype)
+        return layout.dense_keys(pages).to(dtype)
     field = layout.fields(pages)
     codes = unpack_tokens(field.k_low, dim=-2)
     if layout.num_boosted:
@@ -74,7 +74,7 @@ def dequantize_values(pages: Tensor, valid: Tensor, layout: PageLayout, dtype: t
     """
     invalid = ~valid[:, None, None, None]
     if layout.dense:
-        return layout.dense_values(pages, dtype).masked_fill(invalid, 0)
+        return layout.dense_values(pages).masked_fill(invalid, 0).to(dtype)
     field = layout.fields(pages)
     codes = unpack_tokens(field.v_low, dim=-1)
     if layout.v_bits == 4:
