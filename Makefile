@@ -20,7 +20,8 @@ $(VENV)/.model: $(VENV)/.ready
 demo: $(VENV)/.model
 	$(BIN)/kitty info
 	$(BIN)/kitty profile
-	$(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 80 demo "Explain in two sentences what a cache is."
+	(head -n 70 LICENSE; echo; echo "Explain in two sentences what a license is, as in the text above.") \
+	  | $(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 70
 
 test: $(VENV)/.model lint
 	$(BIN)/python -m pytest

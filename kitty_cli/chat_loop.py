@@ -187,8 +187,21 @@ def _use_history() -> Callable[[], None]:
     except ImportError:  # Windows
         return lambda: None
     file = kitty_home() / "chat_history"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        readline.read_history_file(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            readline.read_history_file(file)
+    except OSError as error:
+        output.note(f"No history: {file} cannot be used: {_reason(error)}.")
+        return lambda: None
     readline.set_history_length(1000)
-    return lambda: readline.write_history_file(file)
+    return lambda: _write_history(file)
+
+
+def _write_history(file: Path) -> None:
+    import readline
+
+    try:
+        readline.write_history_file(file)
+    except OSError as error:
+        output.note(f"The history was not saved to {file}: {_reason(error)}.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from kitty_runtime.cache.hf import KittyCache
@@ -69,11 +70,7 @@ class ChatSession:
         system_prompt: str = "",
         raw: bool = False,
     ) -> None:
-        if not raw and not tokenizer.chat_template:
-            raise DataError(
-                "The model has no chat template.",
-                "Use an instruction-tuned model, or --raw to let it continue the text.",
-            )
+        check_template(tokenizer, raw)
         self.model = model
         self.tokenizer = tokenizer
         self.config = config
@@ -125,6 +122,8 @@ class ChatSession:
 
     def _answer(self, on_text: Callable[[str], None], should_stop: Callable[[], bool]) -> Reply:
         ids, prompt_text = self._prompt()
+        if not ids:
+            raise DataError("The message has no tokens.", "Write something.")
         room = None if self.max_len is None else self.max_len - len(ids)
         if room is not None and room <= 0:
             raise DataError(
@@ -165,10 +164,7 @@ class ChatSession:
 
     def _prompt(self) -> tuple[list[int], str]:
         """Token ids and text of the conversation; ids that are cached stay as they were generated."""
-        if self.raw:
-            text = "".join(message["content"] for message in self.messages)
-        else:
-            text = str(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
+        text = self._conversation()
         if not (self._text and text.startswith(self._text)):
             if self._ids:  # the template rewrote an earlier turn, as some do with thoughts
                 self.forget_cache()
@@ -176,13 +172,24 @@ class ChatSession:
         added = self.tokenizer(text[len(self._text) :], add_special_tokens=False)["input_ids"]
         return self._ids + added, text
 
+    def _conversation(self) -> str:
+        if self.raw:
+            return "".join(message["content"] for message in self.messages)
+        try:
+            return str(self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:  # such as a template without a system role
+            raise DataError(
+                f"The model's chat template refuses the conversation: {error}",
+                "Start over with /clear, leave the system prompt out, or use --raw.",
+            ) from error
+
     def regenerate(self) -> str:
         """Take back the last answer and its question, which is returned; the cache starts over.
 
         Raises:
             DataError: nothing has been answered.
         """
-        if not self.messages or self.messages[-1]["role"] != "assistant":
+        if [message["role"] for message in self.messages[-2:]] != ["user", "assistant"]:
             raise DataError("There is no answer to generate again.", "Send a message first.")
         self.messages.pop()
         question = self.messages.pop()["content"]
@@ -190,9 +197,24 @@ class ChatSession:
         return question
 
 
+def check_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> None:
+    """
+    Raises:
+        DataError: no chat template, and the text is not to be continued `raw`.
+    """
+    if not raw and not tokenizer.chat_template:
+        raise DataError(
+            "The model has no chat template.",
+            "Use an instruction-tuned model, or --raw to let it continue the text.",
+        )
+
+
 def _generation_config(model: PreTrainedModel, given: Mapping[str, Any]) -> GenerationConfig:
     """The model's generation config with the values given; transformers is told greedy or sampling."""
-    values = {k: v for k, v in (model.generation_config.to_dict() | dict(given)).items() if v is not None}
+    of_model, asked = (
+        {k: v for k, v in some.items() if v is not None} for some in (model.generation_config.to_dict(), given)
+    )
+    values = of_model | asked
     temperature = given.get("temperature")
     if temperature == 0:
         values["do_sample"] = False

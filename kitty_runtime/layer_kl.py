@@ -90,6 +90,8 @@ def measure_layer_kl(
         if not all(math.isfinite(kl) for kl in kls):
             raise NumericsError(f"Layer {index}: the KL divergence is {kls}.", "Try --dtype float32.")
         curves[index] = tuple(kls)
+    if progress:
+        progress("layer KL", len(energies) * len(boost_levels), len(energies) * len(boost_levels))
     return curves
 
 

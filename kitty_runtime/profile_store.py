@@ -50,6 +50,23 @@ def _profile_files() -> Iterator[Path]:
             yield from sorted(folder.glob(f"*{SUFFIX}"))
 
 
+def check_writable(path: Path) -> None:
+    """Verify before a long measurement that `save_profile` will be able to write there; makes the folder.
+
+    Raises:
+        ProfileError: a folder, or in a folder that cannot be written.
+    """
+    if path.is_dir():
+        raise ProfileError(f"{path} is a folder.", "Name the file: --output FILE")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def save_profile(profile: BoostProfile, path: Path) -> None:
     """Write a profile; a file that is there is replaced whole or not at all.
 
@@ -58,10 +75,16 @@ def save_profile(profile: BoostProfile, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        partial = _partial(path)
         partial.write_bytes(dump_profile(profile))
         partial.replace(path)
     except OSError as error:
-        raise ProfileError(
-            f"{path} cannot be written: {error.strerror}.", "Choose another place: --output FILE"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def _unwritable(path: Path, error: OSError) -> ProfileError:
+    return ProfileError(f"{path} cannot be written: {error.strerror}.", "Choose another place: --output FILE")

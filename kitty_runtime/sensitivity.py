@@ -168,6 +168,8 @@ def measure_statistics(
             logits_to_keep=1,
             **{cache_kwarg(model): Cache(layers=layers)},
         )
+    if progress:
+        progress("queries and keys", len(windows), len(windows))
     statistics = {}
     for index, layer in observed.items():
         statistics[index] = _verified(index, layer.statistics, metric)

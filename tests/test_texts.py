@@ -92,7 +92,7 @@ def test_rows_of_a_file(tmp_path):
 def test_rows_without_text(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "", "n": 1}\n')
-    with pytest.raises(DataError, match="The column 'text' of .* holds no text"):
+    with pytest.raises(DataError, match=r"The column 'text' of .* holds no text"):
         load_text(str(rows))
 
 
@@ -177,5 +177,3 @@ def test_hash_is_of_the_ids():
     windows = [torch.tensor([1, 2]), torch.tensor([3])]
     expected = hashlib.sha256(b"".join(n.to_bytes(8, "little") for n in (1, 2, 3))).hexdigest()
     assert token_sha256(windows) == token_sha256([torch.tensor([1, 2, 3], dtype=torch.int32)]) == expected
-
-

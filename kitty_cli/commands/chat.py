@@ -52,14 +52,16 @@ def chat(
     repetition_penalty: Annotated[
         float | None, typer.Option(min=0.01, rich_help_panel=_SAMPLING, show_default=False)
     ] = None,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING, show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**63 - 1, rich_help_panel=_SAMPLING, show_default=False)
+    ] = None,
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Chat with a model on a paged 2-bit cache; in a pipe, answer once."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
-    if model is not None and " " in model and prompt is None:
+    if model is not None and " " in model and prompt is None and not Path(model).expanduser().exists():
         raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
     generation = {
         "max_new_tokens": max_tokens,
@@ -69,7 +71,7 @@ def chat(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    once = prompt if prompt is not None else None if sys.stdin.isatty() else _read_stdin()
+    once = _message(prompt)
     session = _open(model, config, profile, generation, system_prompt, raw, device, dtype, trust_remote_code)
     if seed is not None:
         import torch
@@ -83,18 +85,22 @@ def chat(
         talk(session)
 
 
-def _read_stdin() -> str:
-    """All of stdin as one message.
+def _message(prompt: str | None) -> str | None:
+    """The one message to answer: the prompt, or all of stdin in a pipe; None in a terminal.
 
     Raises:
         DataError: nothing there, or not UTF-8.
     """
-    try:
-        text = sys.stdin.read().strip()
-    except UnicodeDecodeError as error:
-        raise DataError(f"The input is not UTF-8 text (byte {error.start}).", "Convert it first.") from error
+    text = prompt
+    if prompt is None:
+        if sys.stdin is not None and sys.stdin.isatty():
+            return None
+        try:
+            text = sys.stdin.read().strip() if sys.stdin is not None else ""
+        except UnicodeDecodeError as error:
+            raise DataError(f"The input is not UTF-8 text (byte {error.start}).", "Convert it first.") from error
     if not text:
-        raise DataError("The input is empty.", 'Pipe a message in, or give it: kitty chat MODEL "message"')
+        raise DataError("The message is empty.", 'Pipe a message in, or give it: kitty chat MODEL "message"')
     return text
 
 
@@ -110,6 +116,7 @@ def _open(
     trust_remote_code: bool,
 ) -> ChatSession:
     """Load what the flags name, and say on stderr which model, cache, profile and backend run."""
+    from kitty_runtime.chat import ChatSession, check_template
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
     from kitty_runtime.profiles import layer_boosts, load_profile
@@ -119,6 +126,7 @@ def _open(
     geometry = geometry_of(load_config(source, trust_remote_code))
     layer_boosts(geometry.layers, config, given)  # a profile that does not fit is refused before weights load
     tokenizer = load_tokenizer(source, trust_remote_code)
+    check_template(tokenizer, raw)
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
     )
@@ -130,8 +138,6 @@ def _open(
     output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {backend()}")
     output.note(f"cache: {describe(config)}")
     output.note(f"profile: {name}")
-
-    from kitty_runtime.chat import ChatSession
 
     return ChatSession(loaded, tokenizer, config, profile, generation, system_prompt, raw)
 

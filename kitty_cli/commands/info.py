@@ -125,7 +125,7 @@ def _show(
         indices = ", ".join(str(index) for index, r in kept if r == reason)
         output.text(f"kept as they are ({reason}): layers {indices}")
     output.text(f"cache: {describe(config)}")
-    output.text(f"profile: {path or 'none; make one with: kitty profile'}")
+    output.text(f"profile: {path or f'none; make one with: kitty profile {name}'}")
     parts = ["pages", "sinks", "recent", *(["kept layers"] if kept else [])]
     table = Table("context", *parts, "total", "B/token", "16 bits", "ratio", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:

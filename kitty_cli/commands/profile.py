@@ -84,7 +84,7 @@ def profile(
     from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
-    from kitty_runtime.profile_store import default_path, save_profile
+    from kitty_runtime.profile_store import check_writable, default_path, save_profile
     from kitty_runtime.profiles import Provenance
     from kitty_runtime.sensitivity import measurable_layers, measure_profile
     from kitty_runtime.texts import load_text, token_sha256, tokenize, windows_of
@@ -95,9 +95,11 @@ def profile(
     source = resolve_model(model, output.note)
     geometry = geometry_of(load_config(source, trust_remote_code))
     measurable_layers(geometry.layers, skipped)
+    window_len = _window_len(max_seq_length, geometry.max_position_embeddings)
+    path = out or default_path(source.name)
+    check_writable(path)
     tokenizer = load_tokenizer(source, trust_remote_code)
     text = load_text(data, data_split, data_column)
-    window_len = min(max_seq_length, geometry.max_position_embeddings or max_seq_length)
     windows = windows_of(text, tokenize(text, tokenizer), samples + 1, window_len, seed)
     kl_window = windows.pop()[:KL_TOKENS]
     output.note(f"{source.name}: {samples} x {window_len} tokens of {text.name}, metric {metric}")
@@ -119,7 +121,6 @@ def profile(
         command=_command(model or "demo", metric, data, samples, window_len, seed, skip_layers),
         versions={name: found[name] for name in ("kitty", "python", "torch", "transformers")},
     )
-    path = out or default_path(source.name)
     with output.progress() as progress:
         measured = measure_profile(loaded, windows, kl_window, provenance, skipped, progress)
         save_profile(measured, path)
@@ -136,6 +137,23 @@ def _num_samples(tokens: int | None, num_samples: int | None, max_seq_length: in
     if tokens is not None:
         return max(1, tokens // max_seq_length)
     return NUM_SAMPLES if num_samples is None else num_samples
+
+
+def _window_len(max_seq_length: int, max_position_embeddings: int | None) -> int:
+    """Tokens of a window: what was asked for, as far as the model reaches.
+
+    Raises:
+        ConfigError: too few to measure each layer's KL.
+    """
+    from kitty_runtime.accuracy import FIRST_SCORED
+
+    window_len = min(max_seq_length, max_position_embeddings or max_seq_length)
+    if window_len < FIRST_SCORED + 2:
+        raise ConfigError(
+            f"Windows of {window_len} tokens are too short: hardly anything is packed before token {FIRST_SCORED}.",
+            f"Use --max-seq-length {FIRST_SCORED + 2} or more, and a model that reads as much.",
+        )
+    return window_len
 
 
 def _layer_numbers(text: str) -> list[int]:
