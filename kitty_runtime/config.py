@@ -6,6 +6,7 @@ prefill, decode, chunks, later turns and the emulation obey. No torch here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
@@ -54,6 +55,14 @@ class Windows:
         k_tokens, v_tokens = past_sink - self.k_recent_len, past_sink - self.v_recent_len
         # max(0, x) // 128, written so that it holds for ints and tensors alike
         return k_tokens * (k_tokens > 0) // PAGE_SIZE, v_tokens * (v_tokens > 0) // PAGE_SIZE
+
+    def tiles(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Split query positions start..stop-1 so that within a tile every query reads the same pages packed."""
+        while start < stop:
+            to_threshold = PAGE_SIZE - (start - self.sink_len - self.k_recent_len) % PAGE_SIZE
+            end = min(stop, start + to_threshold)
+            yield start, end
+            start = end
 
     @property
     def k_ring_len(self) -> int:

@@ -16,7 +16,7 @@ from kitty_runtime.errors import ConfigError, DataError, NumericsError
 from kitty_runtime.layer_kl import BOOST_LEVELS, LAYER_KL_CONFIG, Progress, measure_layer_kl
 from kitty_runtime.models.geometry import LayerGeometry, layers_of
 from kitty_runtime.models.loading import cache_kwarg
-from kitty_runtime.ops.extend_attention.reference import causal_attention
+from kitty_runtime.ops.dense_attention import causal_mask, dense_attention
 from kitty_runtime.ops.operands import SoftmaxSpec
 from kitty_runtime.profiles import BoostProfile, LayerProfile, Provenance
 from kitty_runtime.quant.affine import choose_qparams, dequantize, quantize
@@ -74,7 +74,8 @@ class ObservedLayer(AttendingLayer):
         self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec
     ) -> Tensor:
         self._observe(query[0].float(), keys[0].float(), softmax)
-        return causal_attention(query[0], keys[0], values[0], softmax)[None]
+        visible = causal_mask(query.shape[2], keys.shape[2], query.device)
+        return dense_attention(query, keys, values, visible, softmax)
 
     def _observe(self, query: Tensor, keys: Tensor, softmax: SoftmaxSpec) -> None:
         num_kv_heads, seq_len, head_dim = keys.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def info(
     if as_json:
         output.json_document(_document(source.name, geometry, config, found[1], plan))
     else:
-        _show(source.name, geometry, config, found, plan)
+        _show(source.name, shlex.quote(model or "demo"), geometry, config, found, plan)
 
 
 def _document(
@@ -104,6 +105,7 @@ def _layers(
 
 def _show(
     name: str,
+    argument: str,
     geometry: ModelGeometry,
     config: CacheConfig,
     found: tuple[Path | None, BoostProfile | None],
@@ -125,7 +127,7 @@ def _show(
         indices = ", ".join(str(index) for index, r in kept if r == reason)
         output.text(f"kept as they are ({reason}): layers {indices}")
     output.text(f"cache: {describe(config)}")
-    output.text(f"profile: {path or f'none; make one with: kitty profile {name}'}")
+    output.text(f"profile: {path or f'none; make one with: kitty profile {argument}'}")
     parts = ["pages", "sinks", "recent", *(["kept layers"] if kept else [])]
     table = Table("context", *parts, "total", "B/token", "16 bits", "ratio", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:

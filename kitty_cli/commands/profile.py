@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 NUM_SAMPLES, MAX_SEQ_LENGTH = 4, 1024
 """Default calibration: enough for stable energies, under a minute on a small model."""
 
+DATA_SPLIT, DATA_COLUMN = "train", "text"
+
 KL_TOKENS = 1024
 HELD_OUT_TOKENS = 2048
 
@@ -45,8 +47,8 @@ def profile(
             rich_help_panel=_CALIBRATION,
         ),
     ] = "builtin",
-    data_split: Annotated[str, typer.Option(help="Split of a dataset.", rich_help_panel=_CALIBRATION)] = "train",
-    data_column: Annotated[str, typer.Option(help="Column of a dataset.", rich_help_panel=_CALIBRATION)] = "text",
+    data_split: Annotated[str, typer.Option(help="Split of a dataset.", rich_help_panel=_CALIBRATION)] = DATA_SPLIT,
+    data_column: Annotated[str, typer.Option(help="Column of a dataset.", rich_help_panel=_CALIBRATION)] = DATA_COLUMN,
     tokens: Annotated[
         int | None,
         typer.Option(help="Calibration tokens in all.", rich_help_panel=_CALIBRATION, min=1, show_default=False),
@@ -118,7 +120,9 @@ def profile(
         num_tokens=samples * window_len,
         kl_tokens=len(kl_window),
         seed=seed,
-        command=_command(model or "demo", metric, data, samples, window_len, seed, skip_layers),
+        command=_command(
+            model or "demo", metric, data, data_split, data_column, samples, window_len, seed, skip_layers
+        ),
         versions={name: found[name] for name in ("kitty", "python", "torch", "transformers")},
     )
     with output.progress() as progress:
@@ -164,11 +168,21 @@ def _layer_numbers(text: str) -> list[int]:
 
 
 def _command(
-    model: str, metric: Metric, data: str, num_samples: int, max_seq_length: int, seed: int, skip_layers: str
+    model: str,
+    metric: Metric,
+    data: str,
+    data_split: str,
+    data_column: str,
+    num_samples: int,
+    max_seq_length: int,
+    seed: int,
+    skip_layers: str,
 ) -> str:
-    """The command that repeats the measurement, every setting spelled out."""
-    words = ["kitty", "profile", model, "--metric", metric, "--data", data, "--num-samples", str(num_samples)]
-    words += ["--max-seq-length", str(max_seq_length), "--seed", str(seed)]
+    """The command that repeats the measurement, every setting spelled out but a dataset's usual split and column."""
+    words = ["kitty", "profile", model, "--metric", metric, "--data", data]
+    words += ["--data-split", data_split] if data_split != DATA_SPLIT else []
+    words += ["--data-column", data_column] if data_column != DATA_COLUMN else []
+    words += ["--num-samples", str(num_samples), "--max-seq-length", str(max_seq_length), "--seed", str(seed)]
     return shlex.join(words + (["--skip-layers", skip_layers] if skip_layers else []))
 
 

@@ -12,7 +12,6 @@ from kitty_runtime.config import PAGE_SIZE, CacheConfig
 from kitty_runtime.errors import NumericsError, ShapeError
 from kitty_runtime.ops.decode_attention.api import decode_attention
 from kitty_runtime.ops.extend_attention.api import extend_attention
-from kitty_runtime.ops.extend_attention.reference import tiles
 from kitty_runtime.ops.operands import LayerState, SoftmaxSpec, gather_tokens
 from kitty_runtime.ops.quantize_page.api import quantize_keys, quantize_values
 from kitty_runtime.quant.affine import FP16_MAX
@@ -196,7 +195,7 @@ class PagedLayer:
         windows, total = self.state.windows, past_len + query.shape[1]
         squares = self._group_mean_sq(query[None])[0]
         energies = []
-        for start, stop in tiles(windows, past_len, total):
+        for start, stop in windows.tiles(past_len, total):
             self.query_sq_sum[row] += squares[:, start - past_len : stop - past_len].sum(1)
             if windows.packed_pages(stop)[0] > windows.packed_pages(start)[0]:
                 energies.append((self.query_sq_sum[row] / stop).sqrt())

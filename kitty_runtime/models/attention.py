@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kitty_runtime.ops.dense_attention import causal_mask, dense_attention
 from kitty_runtime.ops.operands import SoftmaxSpec
 
 ATTENTION = "kitty"
@@ -70,24 +70,11 @@ def kitty_attention(
         return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout=dropout, scaling=softmax.scale, **kwargs
         )
-    return _masked_attention(query, key, value, attention_mask, softmax), None
-
-
-def _masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec
-) -> Tensor:
-    """What PyTorch's attention cannot do: softcap and learned sinks, for layers that are not paged."""
-    batch, num_q_heads, n, head_dim = query.shape
-    seq_len = key.shape[2]
     if attention_mask is None:
-        visible = torch.ones(n, seq_len, dtype=torch.bool, device=query.device).tril(seq_len - n)
-    else:
-        # A padding row sees nothing; let it see itself, its output is never read.
-        visible = attention_mask[:, :, None, :, :seq_len] | ~attention_mask.any(-1, keepdim=True)[:, :, None]
-    groups = query.view(batch, key.shape[1], -1, n, head_dim)
-    dots = torch.einsum("bhgqd,bhkd->bhgqk", groups, key).to(torch.promote_types(query.dtype, torch.float32))
-    weights = softmax.weights(dots, visible).to(value.dtype)
-    return torch.einsum("bhgqk,bhkd->bqhgd", weights, value).reshape(batch, n, num_q_heads, value.shape[-1])
+        visible = causal_mask(query.shape[2], key.shape[2], query.device)
+    else:  # a padding row sees nothing: let it see all, its output is never read
+        visible = attention_mask | ~attention_mask.any(-1, keepdim=True)
+    return dense_attention(query, key, value, visible, softmax).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, kitty_attention)

@@ -63,7 +63,7 @@ def test_table_for_people(call, model_dir):
     lines = done.stdout.splitlines()
     assert lines[0].startswith("tiny-llama: llama, ")
     assert lines[1] == "layers: 2 of 2 paged; 4 query heads, 2 KV heads of 32"
-    assert "profile: none; make one with: kitty profile" in lines
+    assert f"profile: none; make one with: kitty profile {model_dir}" in lines
     row = next(line.split() for line in lines if line.strip().startswith("8K"))
     total = expected_bytes(8192, 4, True)
     assert row[-4:] == [f"{total / 8192:,.0f}", "4.0", "MiB", f"{8192 * 512 / total:.2f}x"]

@@ -10,7 +10,6 @@ from page_format import Spec
 from kitty_runtime.config import Windows
 from kitty_runtime.errors import ShapeError
 from kitty_runtime.ops.extend_attention.api import extend_attention
-from kitty_runtime.ops.extend_attention.reference import tiles
 from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
 
 KITTY = Windows(6, 0, 128)
@@ -92,7 +91,7 @@ def test_a_first_pass_may_read_nothing_packed(n):
 @pytest.mark.parametrize("windows", [KITTY, RECENT, NO_SINK], ids=str)
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 700), (5, 6), (133, 135), (134, 262), (300, 301), (7, 7)])
 def test_tiles_cover_once_and_read_the_same_pages(windows, start, stop):
-    pieces = list(tiles(windows, start, stop))
+    pieces = list(windows.tiles(start, stop))
     assert [pos for a, b in pieces for pos in range(a, b)] == list(range(start, stop))
     for a, b in pieces:
         assert len({windows.packed_pages(pos) for pos in range(a, b)}) == 1
