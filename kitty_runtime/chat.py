@@ -133,7 +133,7 @@ class ChatSession:
         config = GenerationConfig(**self.generation.to_dict())
         config.max_new_tokens = min(config.max_new_tokens, room) if room else config.max_new_tokens
         cached = self.cache.get_seq_length()
-        streamer = _Streamer(self.tokenizer, on_text, should_stop)
+        streamer = _Streamer(self.tokenizer, _end_tokens(config), on_text, should_stop)
         input_ids = torch.tensor([ids], device=self.model.device)
         started = time.perf_counter()
         out = self.model.generate(
@@ -245,19 +245,26 @@ class _Stopping(StoppingCriteria):  # type: ignore[misc]
 
 
 class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands decoded text on, and notes when the first token came."""
+    """Hands decoded text on, without the end token, and notes when the first token came."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], should_stop: Callable[[], bool]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_tokens: list[int],
+        on_text: Callable[[str], None],
+        should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.first_token_at: float | None = None
         self.stopping = _Stopping(should_stop)
+        self._end_tokens = end_tokens
         self._on_text = on_text
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt and self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
+        if not self.next_tokens_are_prompt:
+            self.first_token_at = self.first_token_at or time.perf_counter()
+            if int(value) in self._end_tokens:  # some tokenizers do not know theirs as special
+                return
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

@@ -37,7 +37,7 @@ def test_a_pipe_gets_one_answer(run, model_dir):
     assert lines[0] == "tiny-llama on cpu, float32; backend: torch reference on CPU"
     assert lines[1].startswith("cache: keys 2 bits, 0.125 of the key channels at 4 bits (weighted), values 2 bits; ")
     assert lines[2].startswith("profile: none for this model")
-    assert lines[3].startswith("prompt 4 tok, ")
+    assert lines[3].startswith("prompt 5 tok, ")
     assert "generation 8 tok" in lines[3]
     assert len(lines) == 4
 
@@ -180,8 +180,8 @@ def test_context_exceeded(refused, short_model_dir):
 def test_an_answer_ends_where_the_context_does(call, short_model_dir):
     done = call("chat", short_model_dir, "the value of the list", "--max-tokens", "500", "--temperature", "0")
     assert (done.code, "| length limit" in done.stderr) == (0, True)
-    assert "prompt 7 tok" in done.stderr
-    assert "generation 57 tok" in done.stderr
+    assert "prompt 8 tok" in done.stderr
+    assert "generation 56 tok" in done.stderr
 
 
 def test_seeds_repeat(call, model_dir):
@@ -307,7 +307,7 @@ def test_an_end_token_is_read_with_the_next_turn(session, chat_model, tokenizer,
     stopped = ask(session, "the value")
     assert stopped.finish_reason == "stop"
     assert tokenizer(stopped.text)["input_ids"] == words[:3]
-    assert session.cache.get_seq_length() == 4 + 3
+    assert session.cache.get_seq_length() == 5 + 3
     second = ask(session, "the name")
     assert second.num_prompt_tokens == len(tokenizer("<end><user>the name<end><assistant>")["input_ids"])
 
@@ -337,7 +337,7 @@ def test_clear_forgets(session):
 def test_system_prompt_stays(chat_model, tokenizer):
     session = ChatSession(chat_model, tokenizer, preset("kitty"), generation=GREEDY, system_prompt="not a list")
     reply = ask(session, "the value")
-    assert reply.num_prompt_tokens == 5 + 4
+    assert reply.num_prompt_tokens == 5 + 5
     session.clear()
     assert session.messages == [{"role": "system", "content": "not a list"}]
     assert ask(session, "the value").text == reply.text
@@ -362,7 +362,7 @@ def test_a_second_interrupt_leaves_a_whole_session(session):
 
     with pytest.raises(KeyboardInterrupt):
         session.reply("the name", raising)
-    assert [m["content"] for m in session.messages][0] == "the value"
+    assert session.messages[0] == {"role": "user", "content": "the value"}
     assert len(session.messages) == 2
     assert session.cache.get_seq_length() == 0
     reply = ask(session, "the name")
@@ -465,7 +465,7 @@ def test_answers_go_to_stdout_and_figures_to_stderr(handle, session):
     goes_on, out, err = handle("the value")
     assert goes_on
     assert out == session.messages[-1]["content"] + "\n"
-    assert err.startswith("prompt 4 tok")
+    assert err.startswith("prompt 5 tok")
 
 
 def test_help_and_unknown_commands(handle):
@@ -484,7 +484,7 @@ def test_clear_system_regen_and_stats(handle, session):
     assert len(session.messages) == 2
     used = session.cache.paged.used_bytes()
     stats = handle("/stats")[2]
-    assert stats.startswith("15 tokens, 0 of 0 pages in use")
+    assert stats.startswith("16 tokens, 0 of 0 pages in use")
     assert f"{used.total / 1024:.1f} KiB" in stats
     handle("/system be a list")
     assert session.messages == [{"role": "system", "content": "be a list"}]

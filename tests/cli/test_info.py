@@ -163,8 +163,8 @@ def test_names_with_brackets_stay(call, tmp_path, model_dir):
     assert call("info", folder, "--json").json()["model"] == "odd [red] name"
 
 
-def test_a_pipe_gets_plain_json(run, model_dir):
-    done = run("info", model_dir, "--json", COLUMNS="20", FORCE_COLOR="1")
+def test_a_pipe_gets_plain_json(run):
+    done = run("info", SHIPPED, "--json", COLUMNS="20", FORCE_COLOR="1")
     assert (done.code, done.stderr) == (0, "")
     assert json.dumps(done.json(), indent=2) + "\n" == done.stdout
 
