@@ -23,11 +23,12 @@ demo: $(VENV)/.model
 	(head -n 70 LICENSE; echo; echo "Explain in two sentences what a license is, as in the text above.") \
 	  | $(BIN)/kitty chat --bits 2 --boost 0.125 --temperature 0 --max-tokens 70
 
+# One thread and one process per core: the models are small, and threads that wait for each other cost more than they give.
 test: $(VENV)/.model lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 quick: $(VENV)/.model
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

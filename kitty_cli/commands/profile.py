@@ -83,7 +83,6 @@ def profile(
     as_json: options.Json = False,
 ) -> None:
     """Measure key sensitivity per channel and layer, and write a boost profile."""
-    from kitty_runtime.layer_kl import FIRST_SCORED
     from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -103,11 +102,6 @@ def profile(
     check_writable(path)
     tokenizer = load_tokenizer(source, trust_remote_code)
     text = load_text(data, data_split, data_column)
-    if window_len <= FIRST_SCORED:
-        raise ConfigError(
-            f"Windows of {window_len} tokens are too short: predictions are compared from token {FIRST_SCORED} on.",
-            "Use --max-seq-length 512 or more.",
-        )
     windows = windows_of(text, tokenize(text, tokenizer), samples + 1, window_len, seed)
     kl_window = windows.pop()[:KL_TOKENS]
     output.note(f"{source.name}: {samples} x {window_len} tokens of {text.name}, metric {metric}")
