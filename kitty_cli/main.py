@@ -40,19 +40,28 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except KittyError as problem:
-            if os.environ.get("KITTY_DEBUG"):
-                raise
-            output.error(problem)
-            raise typer.Exit(2 if isinstance(problem, ConfigError) else 1) from None
-        except KeyboardInterrupt:
-            output.note("Interrupted.")
-            raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader left, as `head` does
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             raise typer.Exit(0) from None
+        except (Exception, KeyboardInterrupt) as problem:
+            if _interrupted(problem):
+                output.note("Interrupted.")
+                raise typer.Exit(INTERRUPTED) from None
+            if not isinstance(problem, KittyError) or os.environ.get("KITTY_DEBUG"):
+                raise
+            output.error(problem)
+            raise typer.Exit(2 if isinstance(problem, ConfigError) else 1) from None
 
     return run
+
+
+def _interrupted(problem: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: during imports transformers turns that into an import error."""
+    while problem is not None:
+        if isinstance(problem, KeyboardInterrupt):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
 
 
 for _command in (info, profile, chat, env):
@@ -75,6 +84,8 @@ def options(
     ] = False,
 ) -> None:
     output.set_up_logging(verbose)
+    # Threads that spin while they wait multiply the CPU time on shared cores; torch reads this when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def main() -> None:

@@ -108,8 +108,12 @@ class ChatSession:
             on_text: called with each piece of the answer as it is decoded.
             should_stop: asked after every token; True ends the answer there.
         Raises:
-            DataError: the conversation has outgrown the model's context.
+            DataError: the conversation has outgrown the model's context, or the message is no text.
         """
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:  # bytes that a terminal or a command line could not decode
+            raise DataError("The message is not UTF-8 text.", "Write it anew.") from error
         self.messages.append({"role": "user", "content": content})
         try:
             return self._answer(on_text, should_stop)

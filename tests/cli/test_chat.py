@@ -15,7 +15,7 @@ from conftest import ROOT, TEMPLATE, save_model
 from kitty_cli import chat_loop
 from kitty_runtime.chat import ChatSession
 from kitty_runtime.config import PRESETS, preset
-from kitty_runtime.errors import DataError
+from kitty_runtime.errors import DataError, ModelLoadError
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0}
 LONG = "the value of the list is not a name in this class and the function returns an object . " * 20
@@ -254,11 +254,18 @@ def test_interrupt_in_a_pipe(model_dir):
     assert stderr.rstrip().endswith("Interrupted.")
 
 
-def test_interrupt_while_loading(call, model_dir, monkeypatch):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_interrupt_while_loading(call, model_dir, monkeypatch, wrapped):
+    """transformers turns a Ctrl-C during its imports into an import error."""
     from kitty_runtime.models import loading
 
     def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            if not wrapped:
+                raise
+            raise ModelLoadError("cannot import") from error
 
     monkeypatch.setattr(loading, "load_model", interrupted)
     done = call("chat", model_dir, "hi")
@@ -376,6 +383,13 @@ def test_a_message_that_does_not_fit_leaves_the_conversation(session):
     assert len(session.messages) == 2
     assert session.cache.get_seq_length() > 0
     assert ask(session, session.regenerate()).text == first.text
+
+
+def test_bytes_that_are_no_text(session):
+    """What Python makes of a terminal's bytes that are not UTF-8."""
+    with pytest.raises(DataError, match="The message is not UTF-8 text"):
+        ask(session, b"caf\xe9".decode(errors="surrogateescape"))
+    assert session.messages == []
 
 
 def test_template_that_rewrites_earlier_turns(chat_model, tokenizer):

@@ -11,9 +11,11 @@ import pytest
 from conftest import ROOT
 
 from kitty_runtime.accuracy import Method, measure_divergence
-from kitty_runtime.config import preset
+from kitty_runtime.config import DEFAULT_PRESET, preset
 from kitty_runtime.home import kitty_home
+from kitty_runtime.memory import sequence_bytes
 from kitty_runtime.models.demo import DEMO_NAME, demo_model_dir
+from kitty_runtime.models.geometry import layers_of
 from kitty_runtime.profile_store import shipped_profiles_dir
 from kitty_runtime.profiles import BoostProfile, load_profile
 from kitty_runtime.texts import held_out_text, source_text, tokenize, windows_of
@@ -47,23 +49,27 @@ class Uniform(BoostProfile):
 
 @pytest.mark.parametrize(("text", "uniform_limit"), [(held_out_text, 0.70), (source_text, 0.80)])
 def test_profile_halves_the_divergence(demo, text, uniform_limit):
-    """At 12.5 % and the paper's windows, so at the same bytes: energies alone, then with layer budgets."""
+    """At 12.5 % and the bytes of `kitty`: its windows with the profile's energies alone; then the default preset,
+    whose windows hold as many vectors, with layer budgets."""
     model, tokenizer = demo
     profile = load_profile(shipped_profiles_dir() / f"{DEMO_NAME}.safetensors")
-    uniform = Uniform(profile.layers, profile.boost_levels, profile.provenance)
-    kitty = preset("kitty")
-    weighted = replace(kitty, policy="weighted")
-    windows = windows_of(text(), tokenize(text(), tokenizer), 1, NUM_TOKENS)
+    kitty, default = preset("kitty"), preset(DEFAULT_PRESET)
     methods = {
         "kitty": Method(kitty),
-        "uniform": Method(weighted, uniform),
-        "budgets": Method(weighted, profile),
+        "uniform": Method(
+            replace(kitty, policy="weighted"), Uniform(profile.layers, profile.boost_levels, profile.provenance)
+        ),
+        "default": Method(default, profile),
     }
-    found = measure_divergence(model, windows, methods)
-    kl = {name: divergence.kl for name, divergence in found.items()}
+    layers = layers_of(model.config)
+    sizes = {name: sequence_bytes(layers, m.config, 160 + 128 * 20, m.profile).total for name, m in methods.items()}
+    assert sizes["uniform"] == sizes["kitty"]
+    assert sizes["default"] <= sizes["kitty"]
+    windows = windows_of(text(), tokenize(text(), tokenizer), 1, NUM_TOKENS)
+    kl = {name: divergence.kl for name, divergence in measure_divergence(model, windows, methods).items()}
     assert kl["kitty"] > 0.01
     assert kl["uniform"] <= uniform_limit * kl["kitty"], kl
-    assert kl["budgets"] <= 0.50 * kl["kitty"], kl
+    assert kl["default"] <= 0.50 * kl["kitty"], kl
 
 
 BARE = """
