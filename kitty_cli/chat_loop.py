@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +160,7 @@ def _path(argument: str, command: str) -> Path:
         raise DataError(
             f"{command} takes one file, not {argument!r}.", f"Write {command} FILE; quote a name with spaces."
         )
-    return Path(words[0]).expanduser()
+    return Path(os.path.expanduser(words[0]))
 
 
 def _reason(error: Exception) -> str:

@@ -111,7 +111,7 @@ def heatmap(profile: BoostProfile) -> list[str]:
     for start in range(0, len(rows), per_line):
         group = rows[start : start + per_line]
         name = str(group[0][0]) if len(group) == 1 else f"{group[0][0]}-{group[-1][0]}"
-        cells = [max(column) for column in zip(*(scores for _, scores in group), strict=True)]
+        cells = [max(column) for column in zip(*(scores for _, scores in group), strict=False)]
         lines.append(f"{name:>7} |{''.join(_shade(cell) for cell in cells)}|")
     return lines
 

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.emulation import CHUNK_SIZE, teacher_forced_logits
+from kitty_runtime.emulation import CHUNK_SIZE, FIRST_SCORED, teacher_forced_logits
 from kitty_runtime.errors import DataError, NumericsError
 from kitty_runtime.profiles import BoostProfile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-FIRST_SCORED = 384
-"""Positions before this one are not scored by default: hardly anything is packed there."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,8 @@ def measure_divergence(
         fraction = packed_fraction(methods[name].config, [len(w) for w in windows], first_scored)
         results[name] = Divergence(
             kl / scored,
-            math.exp(nll / predicted),
-            math.exp(reference_nll / predicted),
+            _perplexity(nll / predicted),
+            _perplexity(reference_nll / predicted),
             same / scored,
             fraction,
             scored,
@@ -116,3 +113,7 @@ def packed_fraction(config: CacheConfig, lengths: Sequence[int], first_scored: i
 def _nll(log_probs: Tensor, targets: Tensor) -> float:
     """Summed negative log likelihood; the last token of a window has no target."""
     return -log_probs[: len(targets)].gather(1, targets[:, None]).sum().item()
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 700.0))  # finite for a ruined model too

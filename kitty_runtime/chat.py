@@ -13,7 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from kitty_runtime.cache.hf import KittyCache
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.errors import DataError, KittyError
+from kitty_runtime.errors import DataError, MemoryLimitError
 from kitty_runtime.models.loading import cache_kwarg
 from kitty_runtime.profiles import BoostProfile
 
@@ -118,10 +118,13 @@ class ChatSession:
         try:
             return self._answer(on_text, should_stop)
         except BaseException as problem:
-            # The layers may have stored different numbers of tokens.
-            if not isinstance(problem, KittyError):
-                self.forget_cache()
             self.messages.pop()
+            if not isinstance(problem, DataError):  # refused before the model ran
+                self.forget_cache()  # layers may have stored different numbers of tokens
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise MemoryLimitError(
+                    "The conversation no longer fits in memory.", "Start over with /clear, or lower --bits."
+                ) from problem
             raise
 
     def _answer(self, on_text: Callable[[str], None], should_stop: Callable[[], bool]) -> Reply:

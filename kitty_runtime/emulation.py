@@ -23,6 +23,9 @@ from kitty_runtime.profiles import BoostProfile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+FIRST_SCORED = 384
+"""Positions before this one are not scored: hardly anything is packed there."""
+
 CHUNK_SIZE = 512
 """Tokens per forward pass: 512 x 128k vocabulary entries in fp32 are 256 MB."""
 

@@ -44,6 +44,10 @@ class ModelLoadError(KittyError):
     """A model that is missing, gated, unreadable or too large for the memory."""
 
 
+class MemoryLimitError(KittyError, MemoryError):
+    """The device ran out of memory while the model ran."""
+
+
 class UnsupportedOperationError(KittyError):
     """An operation that a paged quantized cache cannot do, such as cropping."""
 

@@ -11,7 +11,7 @@ from platformdirs import user_cache_dir
 def kitty_home() -> Path:
     """``$KITTY_HOME`` if it is set, else the platform's cache folder. Not created here."""
     configured = os.environ.get("KITTY_HOME")
-    return Path(configured).expanduser() if configured else Path(user_cache_dir("kitty-kv", appauthor=False))
+    return Path(os.path.expanduser(configured)) if configured else Path(user_cache_dir("kitty-kv", appauthor=False))
 
 
 def models_dir() -> Path:

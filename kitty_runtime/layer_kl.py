@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kitty_runtime.cache.hf import KittyCache
 from kitty_runtime.config import CacheConfig
+from kitty_runtime.emulation import FIRST_SCORED
 from kitty_runtime.errors import DataError, NumericsError
 from kitty_runtime.models.geometry import layers_of
 from kitty_runtime.models.loading import cache_kwarg
@@ -29,9 +30,6 @@ BOOST_LEVELS = (0.0, 0.125, 0.25, 0.5)
 
 LAYER_KL_CONFIG = CacheConfig(v_bits=4, policy="weighted")
 """One layer alone is stored so; 4-bit values hardly disturb, so that the keys are measured."""
-
-FIRST_SCORED = 384
-"""Positions before this one have hardly anything packed."""
 
 KL_POSITIONS = 256
 """Positions whose predictions are compared: enough for the mean, and the vocabulary matrix stays cheap."""

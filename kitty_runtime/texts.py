@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def calibration_text() -> Text:
 
 
 def held_out_text() -> Text:
-    """Manual pages on topics that the calibration text does not cover."""
+    """The other half of the manual pages. The two halves share some passages, since topics quote each other."""
     return Text("builtin:python-manual/b", _manual_pages(first_half=False))
 
 
@@ -68,7 +69,7 @@ def load_text(data: str, split: str = "train", column: str = "text") -> Text:
     """
     if data == BUILTIN:
         return calibration_text()
-    path = Path(data).expanduser()
+    path = Path(os.path.expanduser(data))
     builder = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(path.suffix)
     if path.is_file() and builder is None:
         return Text(path.name, _read_file(path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -61,8 +63,10 @@ def chat(
 ) -> None:
     """Chat with a model on a paged 2-bit cache; in a pipe, answer once."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
-    if model is not None and " " in model and prompt is None and not Path(model).expanduser().exists():
+    if model is not None and " " in model and prompt is None and not os.path.exists(os.path.expanduser(model)):
         raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
+    if temperature is not None and not math.isfinite(temperature):
+        raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
     generation = {
         "max_new_tokens": max_tokens,
         "temperature": temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +45,7 @@ def info(
     """Show what a model's cache costs, without loading weights; or what a boost profile holds."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and model.endswith(".safetensors"):
-        _profile_info(Path(model).expanduser(), config.boost_ratio, as_json)
+        _profile_info(Path(os.path.expanduser(model)), config.boost_ratio, as_json)
         return
     from kitty_runtime.memory import parse_bytes, plan_memory
     from kitty_runtime.models.fingerprint import config_sha256
@@ -127,7 +128,8 @@ def _show(
         indices = ", ".join(str(index) for index, r in kept if r == reason)
         output.text(f"kept as they are ({reason}): layers {indices}")
     output.text(f"cache: {describe(config)}")
-    output.text(f"profile: {path or f'none; make one with: kitty profile {argument}'}")
+    if config.policy in ("weighted", "static"):
+        output.text(f"profile: {path or f'none; make one with: kitty profile {argument}'}")
     parts = ["pages", "sinks", "recent", *(["kept layers"] if kept else [])]
     table = Table("context", *parts, "total", "B/token", "16 bits", "ratio", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:

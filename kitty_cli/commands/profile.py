@@ -93,11 +93,11 @@ def profile(
 
     CacheConfig(boost_ratio=boost)
     skipped = _layer_numbers(skip_layers)
-    samples = _num_samples(tokens, num_samples, max_seq_length)
     source = resolve_model(model, output.note)
     geometry = geometry_of(load_config(source, trust_remote_code))
     measurable_layers(geometry.layers, skipped)
-    window_len = _window_len(max_seq_length, geometry.max_position_embeddings)
+    limit = geometry.max_position_embeddings
+    samples, window_len = _window_shape(tokens, num_samples, min(max_seq_length, limit or max_seq_length))
     path = out or default_path(source.name)
     check_writable(path)
     tokenizer = load_tokenizer(source, trust_remote_code)
@@ -135,29 +135,25 @@ def profile(
         show_profile(measured, path, boost, compared)
 
 
-def _num_samples(tokens: int | None, num_samples: int | None, max_seq_length: int) -> int:
+def _window_shape(tokens: int | None, num_samples: int | None, window_len: int) -> tuple[int, int]:
+    """How many windows of how many tokens; --tokens are shared out over windows of `window_len` at the most.
+
+    Raises:
+        ConfigError: windows too short to measure each layer's KL, or two answers to one question.
+    """
+    from kitty_runtime.emulation import FIRST_SCORED
+
     if tokens is not None and num_samples is not None:
         raise ConfigError("--tokens and --num-samples say the same thing twice.", "Give one of them.")
     if tokens is not None:
-        return max(1, tokens // max_seq_length)
-    return NUM_SAMPLES if num_samples is None else num_samples
-
-
-def _window_len(max_seq_length: int, max_position_embeddings: int | None) -> int:
-    """Tokens of a window: what was asked for, as far as the model reaches.
-
-    Raises:
-        ConfigError: too few to measure each layer's KL.
-    """
-    from kitty_runtime.accuracy import FIRST_SCORED
-
-    window_len = min(max_seq_length, max_position_embeddings or max_seq_length)
+        window_len = min(window_len, tokens)
+        num_samples = tokens // window_len
     if window_len < FIRST_SCORED + 2:
         raise ConfigError(
             f"Windows of {window_len} tokens are too short: hardly anything is packed before token {FIRST_SCORED}.",
-            f"Use --max-seq-length {FIRST_SCORED + 2} or more, and a model that reads as much.",
+            f"Use {FIRST_SCORED + 2} tokens or more, and a model that reads as many.",
         )
-    return window_len
+    return NUM_SAMPLES if num_samples is None else num_samples, window_len
 
 
 def _layer_numbers(text: str) -> list[int]:

@@ -177,7 +177,7 @@ def cache_kwarg(model: PreTrainedModel) -> str:
 def _resolve_name(name: str) -> ModelSource:
     if name == DEMO:
         return ModelSource(DEMO_NAME, str(demo_model_dir()))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return _folder_source(name, path)
     if path.is_file():

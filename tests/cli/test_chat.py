@@ -623,3 +623,7 @@ def test_a_home_that_cannot_be_written(session, monkeypatch, capsys):
     assert out.strip()
     assert "No history: /dev/null/home/chat_history cannot be used" in err
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_temperature_without_end(refused, model_dir):
+    assert "--temperature is inf" in refused(2, "chat", model_dir, "hi", "--temperature", "inf")

@@ -205,3 +205,13 @@ def test_layer_without_sense_is_named(refused, tokenizer, tmp_path, words):
 def test_default_text_is_the_builtin_one(call, model_dir, path):
     assert call("profile", model_dir, *SMALL, "-o", path).code == 0
     assert load_profile(path).provenance.data == calibration_text().name
+
+
+def test_fewer_tokens_than_a_window_are_not_exceeded(call, model_dir, words, path):
+    done = call("profile", model_dir, "--data", words, "--tokens", "400", "--no-held-out", "-o", path)
+    assert done.code == 0, done.stderr
+    assert load_profile(path).provenance.num_tokens == 400
+
+
+def test_home_of_nobody(refused):
+    assert "~nobody-of-that-name/model" in refused(1, "profile", "~nobody-of-that-name/model")
