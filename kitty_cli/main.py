@@ -29,7 +29,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="First steps: kitty info, kitty profile, kitty chat.",
+    epilog="First steps: kitty info, kitty profile, kitty chat. Exit codes: 0 done, 1 error, 2 usage, 130 interrupted. "
+    "KITTY_HOME: folder of models and profiles; KITTY_MODEL: default model; KITTY_DEBUG=1: tracebacks.",
 )
 
 

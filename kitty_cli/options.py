@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kitty_runtime.config import DEFAULT_PRESET, PRESETS, CacheConfig, preset
+from kitty_runtime.errors import ConfigError
 from kitty_runtime.models.preflight import Dtype
 
 _MODEL = "Model"
@@ -52,6 +53,8 @@ def cache_config(
         ConfigError: flags that contradict each other or the page format.
     """
     config = preset(preset_name or DEFAULT_PRESET)
+    if not config.quantizes and (bits or k_bits or v_bits or 16) != 16:
+        raise ConfigError("--preset 16 packs nothing, the bits ask for packing.", "Leave one of them out.")
     k_bits, v_bits = (bits if k_bits is None else k_bits), (bits if v_bits is None else v_bits)
     if k_bits == v_bits == 16:
         config = preset("16")

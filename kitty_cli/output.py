@@ -82,6 +82,7 @@ def set_up_logging(verbose: int) -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if not sys.stderr.isatty():
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 

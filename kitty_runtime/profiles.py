@@ -217,7 +217,8 @@ def load_profile(path: Path | str) -> BoostProfile:
         return _parse(json.loads(metadata), tensors)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, ProfileError):
-            raise ProfileError(f"{path}: {error.message}", error.hint) from error
+            hint = error.hint or "Make it again: kitty profile MODEL"
+            raise ProfileError(f"{path}: {error.message}", hint) from error
         raise ProfileError(f"{path} is damaged: {error!r}", "Make it again: kitty profile MODEL") from error
 
 

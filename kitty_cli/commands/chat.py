@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,13 +25,17 @@ if TYPE_CHECKING:
     from kitty_runtime.config import CacheConfig
     from kitty_runtime.profiles import BoostProfile
 
-_SAMPLING = "Sampling"
+
+def _sampling(text: str, **limits: Any) -> Any:
+    """An option that leaves the model's own generation config alone when it is not given."""
+    return typer.Option(help=text, rich_help_panel="Sampling (default: the model's own)", show_default=False, **limits)
 
 
 def chat(
     model: options.Model = None,
     prompt: Annotated[
-        str | None, typer.Argument(help="Answer this once and leave; stdin is read in a pipe.", show_default=False)
+        str | None,
+        typer.Argument(help="Answer this and leave; piped text comes before it.", show_default=False),
     ] = None,
     preset: options.Preset = None,
     bits: options.Bits = None,
@@ -41,22 +46,14 @@ def chat(
     system_prompt: Annotated[str, typer.Option(help="First message, from the system.", show_default=False)] = "",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model continues the text.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 1024,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", min=0.0, rich_help_panel=_SAMPLING, show_default=False)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING, show_default=False)
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(min=0, rich_help_panel=_SAMPLING, show_default=False)] = None,
+    temperature: Annotated[float | None, _sampling("Randomness; 0 is greedy.", min=0.0)] = None,
+    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens up to this mass.", min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, _sampling("Keep this many of the likeliest tokens.", min=0)] = None,
     min_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, rich_help_panel=_SAMPLING, show_default=False)
+        float | None, _sampling("Drop tokens below this share of the likeliest.", min=0.0, max=1.0)
     ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(min=0.01, rich_help_panel=_SAMPLING, show_default=False)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, rich_help_panel=_SAMPLING, show_default=False)
-    ] = None,
+    repetition_penalty: Annotated[float | None, _sampling("Above 1, repeat less.", min=0.01)] = None,
+    seed: Annotated[int | None, _sampling("Same seed, same answer.", min=0, max=2**63 - 1)] = None,
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -90,22 +87,32 @@ def chat(
 
 
 def _message(prompt: str | None) -> str | None:
-    """The one message to answer: the prompt, or all of stdin in a pipe; None in a terminal.
+    """The one message to answer: what is piped in, then the prompt; None in a terminal without a prompt.
 
     Raises:
         DataError: nothing there, or not UTF-8.
     """
-    text = prompt
-    if prompt is None:
-        if sys.stdin is not None and sys.stdin.isatty():
-            return None
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    piped = ""
+    if sys.stdin is not None and (prompt is None or _stdin_has_data()):
         try:
-            text = sys.stdin.read().strip() if sys.stdin is not None else ""
+            piped = sys.stdin.read().strip()
         except UnicodeDecodeError as error:
             raise DataError(f"The input is not UTF-8 text (byte {error.start}).", "Convert it first.") from error
+    text = "\n\n".join(part for part in (piped, prompt) if part)
     if not text:
         raise DataError("The message is empty.", 'Pipe a message in, or give it: kitty chat MODEL "message"')
     return text
+
+
+def _stdin_has_data() -> bool:
+    """A pipe or a file, not a terminal or /dev/null."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or not a real file
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _open(
@@ -160,7 +167,7 @@ def _profile_for(
         return given, str(given_path)
     found = find_profile(config_hash, weights_hash)
     if found is None:
-        return None, "none for this model, running query energies; make one with: kitty profile"
+        return None, "none for this model, running query energies; make one with: kitty profile MODEL"
     return found[1], str(found[0])
 
 
@@ -168,10 +175,18 @@ def answer(session: ChatSession, message: str) -> None:
     """Stream one answer to stdout, its figures to stderr.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, after the token at hand; what was said stays in the conversation.
+        KeyboardInterrupt: Ctrl-C. After the first token what was said stays in the conversation; before it, while the
+            prompt is being read, the message is taken back.
     """
-    with interruptible() as stopped:
-        reply = session.reply(message, lambda piece: output.text(piece, end=""), stopped)
+    begun = False
+
+    def on_text(piece: str) -> None:
+        nonlocal begun
+        begun = True
+        output.text(piece, end="")
+
+    with interruptible(lambda: begun) as stopped:
+        reply = session.reply(message, on_text, stopped)
     output.text("")
     output.note(figures(session, reply))
     if reply.finish_reason == "interrupted":
@@ -179,13 +194,13 @@ def answer(session: ChatSession, message: str) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[Any]:
-    """Within, the first Ctrl-C only makes the yielded function return True; the second raises as usual."""
+def interruptible(begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
+    """Once `begun`, the first Ctrl-C only makes the yielded function return True; any other raises as usual."""
     pressed = False
 
     def on_interrupt(signum: int, frame: Any) -> None:
         nonlocal pressed
-        if pressed:
+        if pressed or not begun():
             raise KeyboardInterrupt
         pressed = True
 
@@ -203,9 +218,15 @@ def figures(session: ChatSession, reply: Reply) -> str:
     prompt_rate = reply.num_prompt_tokens / reply.prompt_s if reply.prompt_s else 0.0
     rate = (reply.num_new_tokens - 1) / reply.generation_s if reply.generation_s else 0.0
     parts = f"pages {output.size(used.pages)} + sink {output.size(used.sinks)} + recent {output.size(used.rings)}"
+    if paged.pool.num_used:
+        ratio = f"{output.size(used.total)} for {output.size(dense)} at 16 bits, {dense / used.total:.2f}x"
+    else:
+        ratio = "nothing packed yet: the first page comes after the sink and the recent tokens"
+    if session.model.dtype.itemsize > 2:
+        parts += f" (unpacked tokens are {str(session.model.dtype).removeprefix('torch.')})"
     limit = " | length limit" if reply.finish_reason == "length" else ""
     return (
         f"prompt {reply.num_prompt_tokens} tok, {prompt_rate:.1f} tok/s | generation {reply.num_new_tokens} tok, "
         f"{rate:.1f} tok/s | {sum(paged.lens)} tokens, {paged.pool.num_used} pages packed | {parts} | "
-        f"{output.size(used.total)} for {output.size(dense)} at 16 bits, {dense / used.total:.2f}x{limit}"
+        f"{ratio}{limit}"
     )

@@ -11,6 +11,7 @@ import typer
 
 from kitty_cli import options, output
 from kitty_runtime.config import CacheConfig
+from kitty_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from kitty_runtime.memory import MemoryPlan
@@ -55,6 +56,8 @@ def info(
     from kitty_runtime.profiles import load_profile
 
     memory_bytes = None if memory is None else parse_bytes(memory)
+    if memory_bytes is not None and memory_bytes < 2**20:
+        raise ConfigError(f"--memory {memory} is {memory_bytes} bytes.", "Write it with its unit, as 80GB or 24GiB.")
     source = resolve_model(model, output.note)
     geometry = geometry_of(load_config(source, trust_remote_code))
     found: tuple[Path | None, BoostProfile | None] = None, None

@@ -98,6 +98,8 @@ def profile(
     measurable_layers(geometry.layers, skipped)
     limit = geometry.max_position_embeddings
     samples, window_len = _window_shape(tokens, num_samples, min(max_seq_length, limit or max_seq_length))
+    if window_len < max_seq_length and tokens is None:
+        output.warning(f"{source.name} reads {limit} tokens; windows are cut to {window_len}.")
     path = out or default_path(source.name)
     check_writable(path)
     tokenizer = load_tokenizer(source, trust_remote_code)

@@ -49,6 +49,10 @@ class KittyCache(Cache):  # type: ignore[misc]
         *,
         boosts: Sequence[LayerBoost | None] | None = None,
     ) -> None:
+        if not isinstance(cache_config, CacheConfig | None):
+            raise ConfigError(f"cache_config is {cache_config!r}.", 'Pass a CacheConfig, such as preset("kitty").')
+        if not isinstance(profile, BoostProfile | None):
+            raise ConfigError(f"profile is {profile!r}.", "Pass a BoostProfile: load_profile(path).")
         self.config = cache_config or CacheConfig()
         self.model_config = model_config.get_text_config(decoder=True)
         if boosts is None:
@@ -241,6 +245,7 @@ class KittyLayer(AttendingLayer):
         self._cache = cache
         self._index = index
 
+    @torch.inference_mode(False)  # the cache outlives the caller's mode: its tensors must stay writable in any other
     @torch.no_grad()
     def attend_to(
         self, query: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None, softmax: SoftmaxSpec

@@ -66,6 +66,7 @@ class PagedLayer:
             grown[: pages.shape[0]] = pages
             self.state.pages = grown
 
+    @torch.inference_mode(False)
     def reorder(self, rows: Tensor) -> None:
         """Sequence i becomes a copy of sequence ``rows[i]``; pages are shared, not copied."""
         for name in ("k_sink", "v_sink", "k_ring", "v_ring"):

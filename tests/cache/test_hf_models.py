@@ -305,3 +305,21 @@ def test_no_graph_grows_and_no_mask_is_misread():
             **arguments,
             **{cache_kwarg(model): KittyCache(model.config, preset("weighted"))},
         )
+
+
+def test_a_cache_made_in_inference_mode_works_outside():
+    model = tiny_model("llama")
+    ids = random_ids(1, 300)
+    cache = KittyCache(model.config, preset("weighted"))
+    with torch.inference_mode():
+        model(input_ids=ids[:, :200], use_cache=True, **{cache_kwarg(model): cache})
+    with torch.no_grad():
+        rest = model(input_ids=ids[:, 200:], use_cache=True, **{cache_kwarg(model): cache}).logits
+        whole = model(input_ids=ids, use_cache=True, **{cache_kwarg(model): KittyCache(model.config)}).logits
+    assert (rest - whole[:, 200:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("wrong", [{"cache_config": "kitty"}, {"profile": "profile.safetensors"}])
+def test_names_in_place_of_objects_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"kitty|profile"):
+        KittyCache(tiny_model("llama").config, **wrong)

@@ -627,3 +627,16 @@ def test_a_home_that_cannot_be_written(session, monkeypatch, capsys):
 
 def test_temperature_without_end(refused, model_dir):
     assert "--temperature is inf" in refused(2, "chat", model_dir, "hi", "--temperature", "inf")
+
+
+def test_preset_16_with_few_bits(refused, model_dir):
+    assert "--preset 16 packs nothing" in refused(2, "chat", model_dir, "hi", "--preset", "16", "--bits", "2")
+
+
+def test_pipe_and_prompt_are_one_message(run, model_dir):
+    """More text in the pipe means more prompt tokens read."""
+    flags = ["--max-tokens", "1", "--temperature", "0"]
+    alone = run("chat", model_dir, "the list", *flags)
+    both = run("chat", model_dir, "the list", *flags, stdin="the list the list the list")
+    tokens = [int(done.stderr.split("prompt ")[-1].split(" tok")[0]) for done in (alone, both)]
+    assert tokens[1] >= tokens[0] + 6

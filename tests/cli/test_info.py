@@ -176,3 +176,7 @@ def test_float_type_of_the_checkpoint_changes_no_bytes(call, tmp_path):
         config.save_pretrained(tmp_path)
         found.append(call("info", tmp_path, "--json").json()["bytes_per_token"])
     assert found[0] == found[1]
+
+
+def test_memory_without_a_unit(refused, model_dir):
+    assert "--memory 80 is 80 bytes" in refused(2, "info", model_dir, "--memory", "80")
