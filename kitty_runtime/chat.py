@@ -143,6 +143,7 @@ class ChatSession:
         streamer = _Streamer(self.tokenizer, _end_tokens(config), on_text, should_stop)
         input_ids = torch.tensor([ids], device=self.model.device)
         started = time.perf_counter()
+        self._prefill(input_ids[:, cached:-1])
         out = self.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -168,6 +169,14 @@ class ChatSession:
             prompt_s=first - started,
             generation_s=finished - first,
         )
+
+    @torch.no_grad()
+    def _prefill(self, input_ids: torch.Tensor) -> None:
+        """Read all but a prompt's last token; ``generate()`` of transformers 5.17 cannot continue a cache in chunks."""
+        for chunk in input_ids.split(PREFILL_CHUNK, dim=1):
+            if chunk.shape[1]:
+                arguments = {cache_kwarg(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
+                self.model(input_ids=chunk, **arguments)
 
     def _prompt(self) -> tuple[list[int], str]:
         """Token ids and text of the conversation; ids that are cached stay as they were generated."""
@@ -230,7 +239,6 @@ def _generation_config(model: PreTrainedModel, given: Mapping[str, Any]) -> Gene
     elif any(given.get(name) is not None for name in ("temperature", "top_p", "top_k", "min_p")):
         values["do_sample"] = True
     values.pop("max_length", None)
-    values["prefill_chunk_size"] = PREFILL_CHUNK
     return GenerationConfig(**values)
 
 
