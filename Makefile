@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test quick lint format clean
+.PHONY: demo test test-oldest quick lint format clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("kitty needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -30,6 +30,18 @@ test: $(VENV)/.model lint
 quick: $(VENV)/.model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
+# The quick tests on the oldest transformers that kitty supports, in an environment of its own.
+OLDEST := .venv-oldest
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -viE '^(transformers|huggingface_hub|tokenizers)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install -q -c $(OLDEST)/constraints.txt \
+	  -e '.[dev]' transformers==5.17.0
+	touch $@
+
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,5 +52,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
