@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import struct
@@ -188,6 +189,8 @@ def _resolve_name(name: str) -> ModelSource:
         return ModelSource(path.stem, str(path.parent), gguf_file=path.name)
     if name.startswith((".", "/", "~")) or name.lower().endswith(".gguf") or "\\" in name or name.count("/") > 1:
         raise ModelLoadError(f"There is no {name}.", "Check the path; a hub model is written owner/name.")
+    if difflib.get_close_matches(name.lower(), [DEMO]):  # before half a minute of asking the hub
+        raise ModelLoadError(f"There is no model {name}.", f"Did you mean {DEMO}?")
     repo, _, revision = name.partition("@")
     return ModelSource(name, repo, revision=revision or None)
 

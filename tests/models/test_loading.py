@@ -353,3 +353,8 @@ def test_a_checkpoint_of_other_shapes(folder):
     edit_config(folder, vocab_size=65)
     text = refusal(load_model, resolve_model(str(folder)), device="cpu")
     assert "have other shapes than its config says for 2 tensors, such as lm_head.weight" in text
+
+
+@pytest.mark.parametrize("name", ["dmeo", "Demo", "demos"])
+def test_a_mistyped_demo_is_answered_at_once(name):
+    assert "Did you mean demo?" in refusal(resolve_model, name)
