@@ -143,6 +143,11 @@ class CacheConfig:
     def quantizes(self) -> bool:
         return self.k_bits != 16
 
+    @property
+    def uses_profile(self) -> bool:
+        """Whether the policy takes energies, channels and budgets from a boost profile."""
+        return self.quantizes and self.policy in ("weighted", "static")
+
     def num_boosted(self, head_dim: int) -> int:
         """Channels at 4 bits in a layer without its own budget: ``int(boost_ratio * head_dim)`` as in the paper, all
         of them for 4-bit keys, none at 16 bits."""

@@ -128,10 +128,9 @@ def layer_boosts(
         ConfigError: ``static`` without a profile.
         ProfileError: the profile's shapes are not the model's.
     """
-    uses_profile = config.quantizes and config.policy in ("weighted", "static")
     if config.policy == "static" and profile is None:
         raise ConfigError("The static policy has no channels without a profile.", "Make one: kitty profile MODEL")
-    if profile is None or not uses_profile:
+    if profile is None or not config.uses_profile:
         return [_without_profile(layer, config) if layer.quantized else None for layer in layers]
     check_shapes(profile, layers)
     budgets = profile.budgets(config.boost_ratio)

@@ -141,11 +141,11 @@ def _open(
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
     )
-    profile, name = _profile_for(loaded, geometry, given, profile_path)
-    if config.policy not in ("weighted", "static"):
-        name = "not used by this preset"
-        if given is not None:
-            output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
+    profile, name = None, "not used by this preset"
+    if config.uses_profile:
+        profile, name = _profile_for(loaded, geometry, given, profile_path)
+    elif given is not None:
+        output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
     output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {backend()}")
     output.note(f"cache: {describe(config)}")
     output.note(f"profile: {name}")

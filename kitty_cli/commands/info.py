@@ -63,7 +63,7 @@ def info(
     found: tuple[Path | None, BoostProfile | None] = None, None
     if profile is not None:
         found = profile, load_profile(profile)
-    elif config.policy in ("weighted", "static"):
+    elif config.uses_profile:
         found = find_profile(config_sha256(geometry), None) or found
     plan = None if memory_bytes is None else plan_memory(geometry, config, memory_bytes, found[1])
     if as_json:
@@ -131,7 +131,7 @@ def _show(
         indices = ", ".join(str(index) for index, r in kept if r == reason)
         output.text(f"kept as they are ({reason}): layers {indices}")
     output.text(f"cache: {describe(config)}")
-    if config.policy in ("weighted", "static"):
+    if config.uses_profile:
         output.text(f"profile: {path or f'none; make one with: kitty profile {argument}'}")
     parts = ["pages", "sinks", "recent", *(["kept layers"] if kept else [])]
     table = Table("context", *parts, "total", "B/token", "16 bits", "ratio", box=box.SIMPLE_HEAD)
