@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 from kitty_cli import options, output
 from kitty_runtime.version import __version__
@@ -13,6 +12,8 @@ _PACKAGES = ("torch", "transformers", "triton", "safetensors", "datasets", "acce
 
 def versions() -> dict[str, str]:
     """Installed versions by package, without importing any."""
+    from importlib.metadata import PackageNotFoundError, version  # costs --help as much as all of kitty's own imports
+
     found = {"kitty": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

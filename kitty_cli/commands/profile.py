@@ -10,13 +10,13 @@ import typer
 
 from kitty_cli import options, output
 from kitty_cli.commands.env import versions
-from kitty_cli.profile_report import Comparison, profile_document, show_profile
 from kitty_runtime.config import CacheConfig, Metric
 from kitty_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kitty_cli.profile_report import Comparison
     from kitty_runtime.profiles import BoostProfile
 
 NUM_SAMPLES, MAX_SEQ_LENGTH = 4, 1024
@@ -83,6 +83,7 @@ def profile(
     as_json: options.Json = False,
 ) -> None:
     """Measure key sensitivity per channel and layer, and write a boost profile."""
+    from kitty_cli.profile_report import profile_document, show_profile
     from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -190,6 +191,7 @@ def _compare(
     """The paper's preset and the default preset with this profile, on text that was not used to measure it."""
     from dataclasses import replace
 
+    from kitty_cli.profile_report import Comparison
     from kitty_runtime.accuracy import Method, measure_divergence
     from kitty_runtime.config import preset
     from kitty_runtime.memory import sequence_bytes

@@ -16,16 +16,12 @@ COMMANDS = ("info", "profile", "chat", "env")
 
 
 def cpu_seconds(*command: str) -> float:
-    """User and system time of a process, the least of five runs."""
-
-    def once() -> float:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        return usage.ru_utime + usage.ru_stime
-
-    return min(once() for _ in range(5))
+    """User and system time of a process."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -56,8 +52,12 @@ def test_no_arguments_shows_help(run):
 
 
 def test_help_costs_a_fifth_of_torch_at_most():
-    help_s = cpu_seconds(sys.executable, "-m", "kitty_cli.main", "--help")
-    assert help_s <= cpu_seconds(sys.executable, "-c", "import torch") / 5
+    """Least of seven alternating runs: the cores are shared, and a neighbor slows whoever runs at the moment."""
+    help_s, torch_s = [], []
+    for _ in range(7):
+        help_s.append(cpu_seconds(sys.executable, "-m", "kitty_cli.main", "--help"))
+        torch_s.append(cpu_seconds(sys.executable, "-c", "import torch"))
+    assert min(help_s) <= min(torch_s) / 5
 
 
 def test_help_imports_nothing_heavy():
