@@ -10,7 +10,7 @@ from page_format import Spec, decode_keys, decode_values, random_head
 from torch import Tensor
 
 from kitty_runtime.config import Windows
-from kitty_runtime.ops.operands import LayerState
+from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.quant.packing import PageLayout
 
 POISON = float("nan")
@@ -98,6 +98,12 @@ def make_case(spec: Spec, windows: Windows, lens: list[int], packed_at: list[int
                 )
     state.pages = torch.from_numpy(pages)
     return Case(spec, windows, state, table, keys, values)
+
+
+def batch_of(page_table: Tensor, lens: list[int]) -> Batch:
+    """Sequences in slots 0, 1, .. of `lens` tokens, the last one just stored."""
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    return Batch(torch.arange(len(lens)), page_table, seq_lens - 1, seq_lens, max_new_pages=1)
 
 
 def attend_long_way(

@@ -30,13 +30,13 @@ class Spec:
             return [("keys", 128 * d * self.dense_itemsize), ("values", 128 * d * self.dense_itemsize)]
         return [
             ("k_low", d * 128 * 2 // 8),
-            ("k_high", self.num_boosted * 128 * 2 // 8),
             ("v_low", d * 128 * 2 // 8),
             ("v_high", d * 128 * 2 // 8 if self.v_bits == 4 else 0),
             ("k_scale", d * 2),
             ("k_zero_point", d * 2),
             ("v_scale", 128 * 2),
             ("v_zero_point", 128 * 2),
+            ("k_high", self.num_boosted * 128 * 2 // 8),
             ("boosted_channels", self.num_boosted if 0 < self.num_boosted < d else 0),
         ]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kitty_runtime.cache.step import PagesToPack, Step
-from kitty_runtime.config import PAGE_SIZE, CacheConfig
+from kitty_runtime.cache.step import Step
+from kitty_runtime.config import CacheConfig
 from kitty_runtime.errors import NumericsError, ShapeError
 from kitty_runtime.ops.decode_attention.api import decode_attention
 from kitty_runtime.ops.extend_attention.api import extend_attention
-from kitty_runtime.ops.operands import LayerState, SoftmaxSpec, gather_tokens
-from kitty_runtime.ops.quantize_page.api import quantize_keys, quantize_values
+from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
+from kitty_runtime.ops.quantize_page.api import quantize_pages
+from kitty_runtime.ops.store_tokens.api import store_tokens
 from kitty_runtime.quant.affine import FP16_MAX
 from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout
@@ -36,7 +39,11 @@ class PagedLayer:
         num_seqs, num_kv_heads, _, head_dim = keys.shape
         self.index = index
         self.config = config
-        self.boost = boost
+        self.boost = replace(
+            boost,
+            query_energy=None if boost.query_energy is None else boost.query_energy.to(keys.device),
+            channels=None if boost.channels is None else boost.channels.to(keys.device),
+        )
         layout = PageLayout(
             num_kv_heads,
             head_dim,
@@ -102,13 +109,8 @@ class PagedLayer:
             )
         if step.is_decode:
             return self._decode(step, query, keys, values, softmax)
-        out = torch.zeros_like(query)
-        for row, count in enumerate(step.new_lens):
-            if count:
-                columns = step.columns(row)
-                q, k, v = (t[row][:, columns] for t in (query, keys, values))
-                out[row, :, columns] = self._extend(step, row, q, k, v, softmax)
-        return out
+        query, keys, values = (step.compact(tokens) for tokens in (query, keys, values))
+        return step.expand(self._extend(step, query, keys, values, softmax))
 
     def _decode(
         self,
@@ -118,89 +120,66 @@ class PagedLayer:
         values: Tensor,
         softmax: SoftmaxSpec,
     ) -> Tensor:
-        state, at = self.state, step.decode_indices(keys.device)
-        if keys.device.type == "cpu":  # on a GPU this would stop the stream at every step; pages are checked there
-            self._check_finite(keys, values)
-        k, v = keys[:, :, 0], values[:, :, 0]
-        state.k_sink[at.sink_rows, :, at.sink_index] = k[at.sink_rows]
-        state.v_sink[at.sink_rows, :, at.sink_index] = v[at.sink_rows]
-        state.k_ring[at.ring_rows, :, at.k_ring_index] = k[at.ring_rows]
-        state.v_ring[at.ring_rows, :, at.v_ring_index] = v[at.ring_rows]
+        state, batch = self.state, step.batch(keys.device)
+        if keys.device.type == "cpu":  # on a GPU this would stop the stream at every step
+            self._check(keys, values)
+        store_tokens(state, batch, keys, values)
         if self.query_sq_sum is not None:
             self.query_sq_sum += self._group_mean_sq(query)[:, :, 0]
-        out = decode_attention(query[:, :, 0], state, at.slots, at.page_table, at.seq_lens, softmax)
-        if at.keys_to_pack is not None:
-            self._pack_keys(at.keys_to_pack, at.seq_lens)
-        if at.values_to_pack is not None:
-            pack = at.values_to_pack
-            tokens = state.v_ring[pack.rows[:, None], :, pack.ring_index].transpose(1, 2)
-            self._write_values(pack.page_ids, tokens)
+        out = decode_attention(query[:, :, 0], state, batch, softmax)
+        if batch.max_new_pages:
+            energy = None
+            if self.query_sq_sum is not None:
+                energy = (self.query_sq_sum / batch.seq_lens[:, None, None]).sqrt()[:, None]
+            quantize_pages(state, batch, None, None, self.boost, energy)
         return out[:, :, None]
-
-    def _pack_keys(self, pack: PagesToPack, seq_lens: Tensor) -> None:
-        tokens = self.state.k_ring[pack.rows[:, None], :, pack.ring_index].transpose(1, 2)
-        energy = None
-        if self.query_sq_sum is not None:
-            energy = (self.query_sq_sum[pack.rows] / seq_lens[pack.rows, None, None]).sqrt()
-        self._write_keys(pack.page_ids, tokens, energy)
 
     def _extend(
         self,
         step: Step,
-        row: int,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         softmax: SoftmaxSpec,
     ) -> Tensor:
-        """Many new tokens of one sequence, ``[heads, n, head_dim]``: pack what becomes complete, attend, store."""
-        state, windows, past_len = self.state, self.state.windows, step.past_lens[row]
-        total = past_len + keys.shape[1]
-        self._check_finite(keys, values)
-        energy = self._extend_energy(row, query, past_len)
-        page_ids = torch.tensor(step.tables[row], dtype=torch.int64, device=keys.device)
-        k_before, v_before = windows.packed_pages(past_len)
-        k_after, v_after = windows.packed_pages(total)
-        if k_after > k_before:
-            tokens = gather_tokens(state.k_sink[row], state.k_ring[row], keys, past_len, windows.sink_len)
-            self._write_keys(page_ids[k_before:k_after], self._pages_of(tokens, k_before, k_after), energy)
-        if v_after > v_before:
-            tokens = gather_tokens(state.v_sink[row], state.v_ring[row], values, past_len, windows.sink_len)
-            self._write_values(page_ids[v_before:v_after], self._pages_of(tokens, v_before, v_after))
-        out = extend_attention(
-            query,
-            keys,
-            values,
-            state,
-            row,
-            page_ids,
-            past_len,
-            softmax,
-            read_packed=self.config.prefill == "paged" or past_len > 0,
-        )
-        _store(state.k_sink[row], state.k_ring[row], keys, past_len)
-        _store(state.v_sink[row], state.v_ring[row], values, past_len)
+        """Many new tokens, ``[num_seqs, heads, n, head_dim]``: pack what becomes complete, attend, store."""
+        state, batch = self.state, step.batch(keys.device)
+        self._check(*(tokens[row, :, :n] for row, n in enumerate(step.new_lens) if n for tokens in (keys, values)))
+        energy = self._extend_energy(step, query)
+        if batch.max_new_pages:
+            quantize_pages(state, batch, keys, values, self.boost, energy)
+        out = torch.zeros_like(query)
+        for row, (past_len, n) in enumerate(zip(step.past_lens, step.new_lens, strict=True)):
+            if n:
+                out[row, :, :n] = extend_attention(
+                    query[row, :, :n],
+                    keys[row, :, :n],
+                    values[row, :, :n],
+                    state,
+                    row,
+                    batch.page_table[row, : state.windows.packed_pages(past_len + n)[0]].long(),
+                    past_len,
+                    softmax,
+                    read_packed=self.config.prefill == "paged" or past_len > 0,
+                )
+        store_tokens(state, batch, keys, values)
         return out
 
-    def _pages_of(self, tokens: Tensor, first: int, stop: int) -> Tensor:
-        """Tokens of pages first..stop-1 as ``[stop - first, num_kv_heads, 128, head_dim]``."""
-        sink_len = self.state.windows.sink_len
-        span = tokens[:, sink_len + first * PAGE_SIZE : sink_len + stop * PAGE_SIZE]
-        pages = span.reshape(span.shape[0], stop - first, PAGE_SIZE, span.shape[2])
-        return pages.transpose(0, 1)
-
-    def _extend_energy(self, row: int, query: Tensor, past_len: int) -> Tensor | None:
-        """Add these queries to the running sum; the energy at each packing threshold they cross, one per page."""
+    def _extend_energy(self, step: Step, query: Tensor) -> Tensor | None:
+        """Add these queries to the running sums; the energy at each packing threshold they cross, one per page."""
         if self.query_sq_sum is None:
             return None
-        windows, total = self.state.windows, past_len + query.shape[1]
-        squares = self._group_mean_sq(query[None])[0]
-        energies = []
-        for start, stop in windows.tiles(past_len, total):
-            self.query_sq_sum[row] += squares[:, start - past_len : stop - past_len].sum(1)
-            if windows.packed_pages(stop)[0] > windows.packed_pages(start)[0]:
-                energies.append((self.query_sq_sum[row] / stop).sqrt())
-        return torch.stack(energies) if energies else None
+        windows, squares = step.windows, self._group_mean_sq(query)
+        num_seqs, num_kv_heads, _, head_dim = squares.shape
+        energies = squares.new_zeros((num_seqs, step.max_new_pages, num_kv_heads, head_dim))
+        for row, (past_len, n) in enumerate(zip(step.past_lens, step.new_lens, strict=True)):
+            page = 0
+            for start, stop in windows.tiles(past_len, past_len + n):
+                self.query_sq_sum[row] += squares[row, :, start - past_len : stop - past_len].sum(1)
+                if windows.packed_pages(stop)[0] > windows.packed_pages(start)[0]:
+                    energies[row, page] = (self.query_sq_sum[row] / stop).sqrt()
+                    page += 1
+        return energies
 
     def _group_mean_sq(self, query: Tensor) -> Tensor:
         """Mean squared query of each GQA group: ``[num_seqs, num_kv_heads, n, head_dim]``."""
@@ -208,37 +187,16 @@ class PagedLayer:
         groups = query.reshape(num_seqs, self.state.layout.num_kv_heads, -1, n, head_dim)
         return groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
 
-    def _write_keys(self, page_ids: Tensor, keys: Tensor, energy: Tensor | None) -> None:
-        self._check_page(keys)
-        channels = self.boost.choose(keys, energy)
-        quantize_keys(self.state.pages, page_ids, keys, channels, self.state.layout)
-
-    def _write_values(self, page_ids: Tensor, values: Tensor) -> None:
-        self._check_page(values)
-        quantize_values(self.state.pages, page_ids, values, self.state.layout)
-
-    def _check_finite(self, *tensors: Tensor) -> None:
-        if not all(bool(t.isfinite().all()) for t in tensors):
+    def _check(self, *tensors: Tensor) -> None:
+        """Refuse what is not finite; say once that pages cannot hold what is too large for them."""
+        highest = max((float(t.abs().max()) for t in tensors), key=lambda x: math.inf if math.isnan(x) else x)
+        if not math.isfinite(highest):
             raise NumericsError(
                 f"Layer {self.index} computed NaN or infinite keys or values.",
                 "The model overflows in this dtype or its weights are damaged: try --dtype float32 or bfloat16.",
             )
-
-    def _check_page(self, tokens: Tensor) -> None:
-        self._check_finite(tokens)
-        if self.config.quantizes and not self._warned_saturation and bool((tokens.abs() > FP16_MAX).any()):
+        if self.config.quantizes and highest > FP16_MAX and not self._warned_saturation:
             self._warned_saturation = True
             logger.warning(
                 "layer %d: keys or values beyond +-%d saturate; pages store fp16 scales", self.index, FP16_MAX
             )
-
-
-def _store(sink: Tensor, ring: Tensor, new: Tensor, past_len: int) -> None:
-    """Write new tokens ``[heads, n, head_dim]`` of one sequence to their sink or ring slots; newest win."""
-    sink_len, ring_len, total = sink.shape[1], ring.shape[1], past_len + new.shape[1]
-    in_sink = slice(past_len, min(sink_len, total))
-    if in_sink.start < in_sink.stop:
-        sink[:, in_sink] = new[:, : in_sink.stop - past_len]
-    first = min(total, max(sink_len, past_len, total - ring_len))  # total: nothing reaches past the sink
-    positions = torch.arange(first, total, device=new.device)
-    ring[:, (positions - sink_len) % ring_len] = new[:, positions - past_len]

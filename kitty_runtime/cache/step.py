@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kitty_runtime.config import PAGE_SIZE, Windows
-
-
-class PagesToPack(NamedTuple):
-    """Pages that become packed after a decode step, one per row at most.
-
-    rows: int64 ``[n]``; page_ids: int64 ``[n]``; ring_index: int64 ``[n, 128]``, the ring slots of their tokens.
-    """
-
-    rows: Tensor
-    page_ids: Tensor
-    ring_index: Tensor
-
-
-class DecodeIndices(NamedTuple):
-    """Device indices of a step that appends one token to every sequence."""
-
-    slots: Tensor
-    page_table: Tensor
-    seq_lens: Tensor
-    sink_rows: Tensor
-    sink_index: Tensor
-    ring_rows: Tensor
-    k_ring_index: Tensor
-    v_ring_index: Tensor
-    keys_to_pack: PagesToPack | None
-    values_to_pack: PagesToPack | None
+from kitty_runtime.config import Windows
+from kitty_runtime.ops.operands import Batch
 
 
 @dataclass
 class Step:
-    """What one forward pass appends. All layers share it; indices are made once per device.
+    """What one forward pass appends. All layers share it; device tensors are made once per device.
 
     Attributes:
         windows: of the cache.
@@ -54,62 +28,65 @@ class Step:
     new_lens: list[int]
     tables: list[list[int]]
     real: Tensor | None
-    _indices: dict[torch.device, DecodeIndices] = field(default_factory=dict)
+    _batches: dict[torch.device, Batch] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
         """One new token in every sequence."""
         return self.real is None and all(n == 1 for n in self.new_lens)
 
-    def columns(self, row: int) -> Tensor | slice:
-        """Columns of the pass that hold tokens of sequence `row`."""
-        return slice(None) if self.real is None else self.real[row].nonzero().flatten()
+    @property
+    def max_new_pages(self) -> int:
+        """The most pages that one sequence completes in this pass, keys or values."""
+        most = 0
+        for past, new in zip(self.past_lens, self.new_lens, strict=True):
+            before, after = self.windows.packed_pages(past), self.windows.packed_pages(past + new)
+            most = max(most, after[0] - before[0], after[1] - before[1])
+        return most
 
-    def decode_indices(self, device: torch.device) -> DecodeIndices:
-        """Indices for `is_decode` steps, on `device`."""
-        if device not in self._indices:
-            self._indices[device] = self._make_indices(device)
-        return self._indices[device]
+    def batch(self, device: torch.device) -> Batch:
+        """The sequences as the operations see them, on `device`; copied there without a stop of the stream."""
+        if device not in self._batches:
+            self._batches[device] = self._make_batch(device)
+        return self._batches[device]
 
-    def _make_indices(self, device: torch.device) -> DecodeIndices:
-        def ints(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        sink_len, windows = self.windows.sink_len, self.windows
-        rows = range(len(self.past_lens))
-        in_sink = [row for row in rows if self.past_lens[row] < sink_len]
-        in_ring = [row for row in rows if self.past_lens[row] >= sink_len]
-        offsets = [self.past_lens[row] - sink_len for row in in_ring]
-        width = max((len(table) for table in self.tables), default=0)
-        padded = [table + [-1] * (width - len(table)) for table in self.tables]
-        before = [windows.packed_pages(n) for n in self.past_lens]
-        after = [windows.packed_pages(n + 1) for n in self.past_lens]
-        return DecodeIndices(
-            slots=ints(list(rows)),
-            page_table=torch.tensor(padded, dtype=torch.int32, device=device).view(len(rows), width),
-            seq_lens=torch.tensor([n + 1 for n in self.past_lens], dtype=torch.int32, device=device),
-            sink_rows=ints(in_sink),
-            sink_index=ints([self.past_lens[row] for row in in_sink]),
-            ring_rows=ints(in_ring),
-            k_ring_index=ints([o % windows.k_ring_len for o in offsets]),
-            v_ring_index=ints([o % windows.v_ring_len for o in offsets]),
-            keys_to_pack=self._to_pack(before, after, 0, windows.k_ring_len, device),
-            values_to_pack=self._to_pack(before, after, 1, windows.v_ring_len, device),
+    def _make_batch(self, device: torch.device) -> Batch:
+        num_seqs = len(self.past_lens)
+        width = max(len(table) for table in self.tables)
+        seq_lens = [past + new for past, new in zip(self.past_lens, self.new_lens, strict=True)]
+        rows = [
+            [past, total, *table, *[-1] * (width - len(table))]
+            for past, total, table in zip(self.past_lens, seq_lens, self.tables, strict=True)
+        ]
+        on_host = torch.tensor(rows, dtype=torch.int32)
+        if device.type == "cuda":
+            on_host = on_host.pin_memory()
+        on_device = on_host.to(device, non_blocking=True)
+        return Batch(
+            slots=torch.arange(num_seqs, device=device),
+            page_table=on_device[:, 2:].contiguous(),
+            past_lens=on_device[:, 0].contiguous(),
+            seq_lens=on_device[:, 1].contiguous(),
+            max_new_pages=self.max_new_pages,
         )
 
-    def _to_pack(
-        self,
-        before: list[tuple[int, int]],
-        after: list[tuple[int, int]],
-        part: int,
-        ring_len: int,
-        device: torch.device,
-    ) -> PagesToPack | None:
-        """The page each row completes in this step; part 0 is keys, 1 values."""
-        rows = [row for row in range(len(before)) if after[row][part] > before[row][part]]
-        if not rows:
-            return None
-        pages = torch.tensor([before[row][part] for row in rows], device=device)
-        offsets = pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)
-        ids = [self.tables[row][before[row][part]] for row in rows]
-        return PagesToPack(torch.tensor(rows, device=device), torch.tensor(ids, device=device), offsets % ring_len)
+    def compact(self, tokens: Tensor) -> Tensor:
+        """Each sequence's real tokens ``[num_seqs, heads, n, head_dim]`` moved to the left; the rest is any of them."""
+        if self.real is None:
+            return tokens
+        order = self._order(tokens)[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
+        return tokens.gather(2, order)
+
+    def expand(self, compacted: Tensor) -> Tensor:
+        """Inverse of `compact`, zero at padding."""
+        if self.real is None:
+            return compacted
+        real = self.real.to(compacted.device)
+        place = (real.cumsum(1) - 1).clamp_min(0)[:, None, :, None]
+        place = place.expand(-1, compacted.shape[1], -1, compacted.shape[3])
+        return compacted.gather(2, place) * real[:, None, :, None]
+
+    def _order(self, tokens: Tensor) -> Tensor:
+        """int64 ``[num_seqs, n]``: the real columns of each row, in order, then the padding."""
+        assert self.real is not None
+        return (~self.real).to(torch.int8).argsort(dim=1, stable=True).to(tokens.device)

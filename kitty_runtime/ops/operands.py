@@ -86,6 +86,25 @@ class LayerState:
         return self.pages, self.k_sink, self.v_sink, self.k_ring, self.v_ring
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The sequences that a pass extends, as the operations see them; tensors on the layer's device.
+
+    Attributes:
+        slots: int64 ``[num_seqs]``, a sequence's row in sinks and rings.
+        page_table: int32 ``[num_seqs, max_pages]``, pages in order, those that this pass completes included; -1 = none.
+        past_lens: int32 ``[num_seqs]``, tokens stored before the pass.
+        seq_lens: int32 ``[num_seqs]``, tokens after it, at least 1.
+        max_new_pages: the most pages that one sequence completes in the pass.
+    """
+
+    slots: Tensor
+    page_table: Tensor
+    past_lens: Tensor
+    seq_lens: Tensor
+    max_new_pages: int
+
+
 def gather_tokens(sink: Tensor, ring: Tensor, new: Tensor, past_len: int, sink_len: int) -> Tensor:
     """The unpacked tokens of one sequence and its new ones, at their positions.
 

@@ -4,12 +4,14 @@ A page holds the keys and values of 128 tokens of one layer. Per KV head, one af
 16-byte boundary:
 
     k_low    uint16 [16][head_dim]          bits 2i, 2i+1 of word j: low two bits of token 16 i + j
-    k_high   uint16 [16][num_boosted]       the high two bits of the boosted channels, same order
     v_low    uint16 [head_dim][16]          the same bit order along a value's tokens
     v_high   uint16 [head_dim][16]          4-bit values only
     k_scale, k_zero_point   fp16 [head_dim]
     v_scale, v_zero_point   fp16 [128]
+    k_high   uint16 [16][num_boosted]       the high two bits of the boosted channels, the order of k_low
     boosted_channels        uint8 [num_boosted], ascending; absent when all channels are boosted (4-bit keys)
+
+What depends on num_boosted comes last: kernels know all other offsets when they are compiled.
 
 At 16 bits a page is instead ``keys [128][head_dim]`` then ``values [128][head_dim]`` in the model's dtype.
 
@@ -100,13 +102,13 @@ class PageLayout:
         else:
             sizes = {
                 "k_low": d * plane,
-                "k_high": self.num_boosted * plane,
                 "v_low": d * plane,
                 "v_high": d * plane if self.v_bits == 4 else 0,
                 "k_scale": 2 * d,
                 "k_zero_point": 2 * d,
                 "v_scale": 2 * PAGE_SIZE,
                 "v_zero_point": 2 * PAGE_SIZE,
+                "k_high": self.num_boosted * plane,
                 "boosted_channels": self.num_boosted if self.has_ids else 0,
             }
         fields, offset = {}, 0

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from attention_case import NUM_KV_HEADS, attend_long_way, make_case
+from attention_case import NUM_KV_HEADS, attend_long_way, batch_of, make_case
 from page_format import Spec
 
 from kitty_runtime.config import Windows
 from kitty_runtime.errors import ShapeError
 from kitty_runtime.ops.decode_attention.api import decode_attention
-from kitty_runtime.ops.operands import SoftmaxSpec
+from kitty_runtime.ops.operands import Batch, SoftmaxSpec
 
 KITTY = Windows(6, 0, 128)
 RECENT = Windows(5, 9, 9)
@@ -34,9 +34,8 @@ def check(spec, windows, group, lens=None, softcap=None, learned_sinks=False, se
     query = torch.randn(len(lens), num_q_heads, spec.head_dim, generator=generator, dtype=torch.float64)
     sinks = torch.randn(num_q_heads, generator=generator, dtype=torch.float64) if learned_sinks else None
     softmax = SoftmaxSpec(spec.head_dim**-0.5, softcap, sinks)
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
     before = case.state.pages.clone()
-    out = decode_attention(query, case.state, torch.arange(len(lens)), case.page_table, seq_lens, softmax)
+    out = decode_attention(query, case.state, batch_of(case.page_table, lens), softmax)
     assert out.dtype == query.dtype
     for row, length in enumerate(lens):
         keys, values = case.read_at(row, length - 1)
@@ -80,10 +79,11 @@ def test_rows_do_not_depend_on_each_other():
     lens = lengths(KITTY)
     case = make_case(Spec(32, 2, 2, 4), KITTY, lens, packed_at=[n - 1 for n in lens], seed=1)
     query = torch.randn(len(lens), 4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    softmax, slots, seq_lens = SoftmaxSpec(0.2), torch.arange(len(lens)), torch.tensor(lens, dtype=torch.int32)
-    together = decode_attention(query, case.state, slots, case.page_table, seq_lens, softmax)
+    batch = batch_of(case.page_table, lens)
+    together = decode_attention(query, case.state, batch, SoftmaxSpec(0.2))
     order = torch.tensor([5, 0, 7, 3])
-    some = decode_attention(query[order], case.state, slots[order], case.page_table[order], seq_lens[order], softmax)
+    part = Batch(order, batch.page_table[order], batch.past_lens[order], batch.seq_lens[order], 0)
+    some = decode_attention(query[order], case.state, part, SoftmaxSpec(0.2))
     torch.testing.assert_close(some, together[order], rtol=0, atol=1e-13)
 
 
@@ -94,8 +94,7 @@ def test_low_precision_queries_keep_their_dtype(dtype):
     for name in ("k_sink", "v_sink", "k_ring", "v_ring"):
         setattr(case.state, name, getattr(case.state, name).to(dtype))
     query = torch.randn(len(lens), 4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    softmax, seq_lens = SoftmaxSpec(0.125), torch.tensor(lens, dtype=torch.int32)
-    out = decode_attention(query, case.state, torch.arange(len(lens)), case.page_table, seq_lens, softmax)
+    out = decode_attention(query, case.state, batch_of(case.page_table, lens), SoftmaxSpec(0.125))
     assert out.dtype == dtype
     case.keys = [keys.to(dtype).double() for keys in case.keys]
     case.values = [values.to(dtype).double() for values in case.values]
@@ -108,9 +107,8 @@ def test_low_precision_queries_keep_their_dtype(dtype):
 @pytest.mark.parametrize("shape", [(2, 3, 32), (2, 4, 64), (4, 32), (2, 4, 1, 32)])
 def test_refuses_queries_that_do_not_fit(shape):
     case = make_case(Spec(32, 2, 2, 4), KITTY, [3, 5], packed_at=[2, 4], seed=0)
-    args = (torch.arange(2), case.page_table, torch.tensor([3, 5], dtype=torch.int32), SoftmaxSpec(1.0))
     with pytest.raises(ShapeError, match="query"):
-        decode_attention(torch.zeros(shape), case.state, *args)
+        decode_attention(torch.zeros(shape), case.state, batch_of(case.page_table, [3, 5]), SoftmaxSpec(1.0))
 
 
 def test_covers_all_pairs():

@@ -6,29 +6,27 @@ import torch
 from torch import Tensor
 
 from kitty_runtime.config import PAGE_SIZE
-from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
+from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.quantize_page.reference import dequantize_keys, dequantize_values
 
 
 def decode_attention(
     query: Tensor,
     state: LayerState,
-    slots: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
+    batch: Batch,
     softmax: SoftmaxSpec,
 ) -> Tensor:
     """See `kitty_runtime.ops.decode_attention.api.decode_attention`."""
     layout, windows = state.layout, state.windows
     num_seqs, num_q_heads, head_dim = query.shape
-    num_pages = page_table.shape[1]
+    num_pages, slots = batch.page_table.shape[1], batch.slots
     compute = torch.promote_types(query.dtype, torch.float32)
     q = query.view(num_seqs, layout.num_kv_heads, -1, head_dim).to(compute)
 
-    pos = (seq_lens.long() - 1)[:, None]
+    pos = (batch.seq_lens.long() - 1)[:, None]
     k_pages, v_pages = windows.packed_pages(pos)
     page = torch.arange(num_pages, device=query.device)
-    flat_pages = state.pages[page_table.clamp_min(0).flatten().long()]
+    flat_pages = state.pages[batch.page_table.clamp_min(0).flatten().long()]
 
     def by_sequence(paged: Tensor) -> Tensor:
         """[num_seqs * num_pages, H, 128, D] to [num_seqs, H, num_pages * 128, D]."""

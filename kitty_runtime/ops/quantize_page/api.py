@@ -1,49 +1,55 @@
-"""Quantize pages of keys and values into the pool: validation and dispatch."""
+"""Quantize the pages that a pass completes: validation and dispatch."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kitty_runtime.config import PAGE_SIZE
 from kitty_runtime.errors import ShapeError
+from kitty_runtime.ops.backend import backend_for
+from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.ops.quantize_page import reference
-from kitty_runtime.quant.packing import PageLayout
+from kitty_runtime.quant.boost import LayerBoost
 
 
-def quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout) -> None:
-    """Write the keys of whole pages, per channel asymmetric min-max, boosted channels at 4 bits.
+def quantize_pages(
+    state: LayerState,
+    batch: Batch,
+    keys: Tensor | None,
+    values: Tensor | None,
+    boost: LayerBoost,
+    energy: Tensor | None = None,
+) -> None:
+    """Write every page that becomes packed between ``past_lens`` and ``seq_lens``: its keys, its values, or both.
+
+    Keys per channel, asymmetric min-max, boosted channels at 4 bits; values per token. At 16 bits tokens are copied.
 
     Args:
-        pages: uint8 ``[num_pages, page_bytes]``, changed in place.
-        page_ids: int64 ``[n]``, distinct.
-        keys: float ``[n, num_kv_heads, 128, head_dim]``, after RoPE.
-        boosted_channels: int64 ``[n, num_kv_heads, num_boosted]``, ascending.
-        layout: of these pages.
+        state: the layer; its pages are changed in place.
+        batch: the sequences; ``max_new_pages`` is at least the pages that each of them completes.
+        keys, values: ``[num_seqs, num_kv_heads, n, head_dim]``, the pass's tokens while they are not yet in sinks and
+            rings; None when they are.
+        boost: how boosted channels are chosen.
+        energy: fp32 or wider ``[num_seqs, max_new_pages, num_kv_heads, head_dim]``, rms of the queries up to the
+            moment each page is packed; needed if ``boost.needs_running_energy``.
     Raises:
-        ShapeError: the shapes do not fit the layout.
-    Source: Kitty, sections 3 and 4.1.
+        ShapeError: the tensors do not fit the layer.
+    Source: Kitty, sections 3 and 4.1; values: KIVI, section 3.
     """
-    _check(pages, page_ids, keys, layout)
-    expected = (len(page_ids), layout.num_kv_heads, layout.num_boosted)
-    if not layout.dense and boosted_channels.shape != expected:
-        raise ShapeError(f"boosted_channels is {tuple(boosted_channels.shape)}, expected {expected}")
-    reference.quantize_keys(pages, page_ids, keys, boosted_channels, layout)
+    layout = state.layout
+    if (keys is None) != (values is None):
+        raise ShapeError("keys and values come both or not at all")
+    if keys is not None and values is not None:
+        expected = (len(batch.slots), layout.num_kv_heads, keys.shape[2], layout.head_dim)
+        if keys.shape != expected or values.shape != expected:
+            raise ShapeError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected {expected}")
+    if not layout.dense and boost.num_boosted != layout.num_boosted:
+        raise ShapeError(f"{boost.num_boosted} channels to boost for pages that hold {layout.num_boosted}")
+    shape = (len(batch.slots), batch.max_new_pages, layout.num_kv_heads, layout.head_dim)
+    if boost.needs_running_energy and not layout.dense and (energy is None or energy.shape != shape):
+        raise ShapeError(f"energy is {None if energy is None else tuple(energy.shape)}, expected {shape}")
+    if backend_for(state) == "triton":
+        from kitty_runtime.ops.quantize_page import triton
 
-
-def quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: PageLayout) -> None:
-    """Write the values of whole pages, per token asymmetric min-max over head_dim.
-
-    Args, Raises: as `quantize_keys`; values float ``[n, num_kv_heads, 128, head_dim]``.
-    Source: KIVI, section 3; Kitty, section 2.2.
-    """
-    _check(pages, page_ids, values, layout)
-    reference.quantize_values(pages, page_ids, values, layout)
-
-
-def _check(pages: Tensor, page_ids: Tensor, tokens: Tensor, layout: PageLayout) -> None:
-    if pages.dtype != torch.uint8 or pages.shape[1:] != (layout.page_bytes,):
-        raise ShapeError(f"pages is {pages.dtype} {tuple(pages.shape)}, expected uint8 [n, {layout.page_bytes}]")
-    expected = (len(page_ids), layout.num_kv_heads, PAGE_SIZE, layout.head_dim)
-    if tokens.shape != expected:
-        raise ShapeError(f"page tokens are {tuple(tokens.shape)}, expected {expected}")
+        triton.quantize_pages(state, batch, keys, values, boost, energy)
+    else:
+        reference.quantize_pages(state, batch, keys, values, boost, energy)

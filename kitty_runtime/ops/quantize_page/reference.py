@@ -5,12 +5,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kitty_runtime.config import PAGE_SIZE
+from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.quant.affine import QParams, choose_qparams, dequantize, quantize
+from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout, pack_tokens, unpack_tokens
 
 
-def quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout) -> None:
-    """See `kitty_runtime.ops.quantize_page.api.quantize_keys`."""
+def quantize_pages(
+    state: LayerState,
+    batch: Batch,
+    keys: Tensor | None,
+    values: Tensor | None,
+    boost: LayerBoost,
+    energy: Tensor | None,
+) -> None:
+    """See `kitty_runtime.ops.quantize_page.api.quantize_pages`."""
+    spans = zip(batch.slots.tolist(), batch.past_lens.tolist(), batch.seq_lens.tolist(), strict=True)
+    for row, (slot, past_len, seq_len) in enumerate(spans):
+        k_before, v_before = state.windows.packed_pages(past_len)
+        k_after, v_after = state.windows.packed_pages(seq_len)
+        page_ids = batch.page_table[row].long()
+        if k_after > k_before:
+            new = None if keys is None else keys[row]
+            tokens = _page_tokens(state.k_ring[slot], new, k_before, k_after, past_len, state.windows.sink_len)
+            channels = boost.choose(tokens, None if energy is None else energy[row, : k_after - k_before])
+            _quantize_keys(state.pages, page_ids[k_before:k_after], tokens, channels, state.layout)
+        if v_after > v_before:
+            new = None if values is None else values[row]
+            tokens = _page_tokens(state.v_ring[slot], new, v_before, v_after, past_len, state.windows.sink_len)
+            _quantize_values(state.pages, page_ids[v_before:v_after], tokens, state.layout)
+
+
+def _page_tokens(ring: Tensor, new: Tensor | None, first: int, stop: int, past_len: int, sink_len: int) -> Tensor:
+    """Tokens of pages first..stop-1 of one sequence, ``[stop - first, num_kv_heads, 128, head_dim]``.
+
+    Args:
+        ring: ``[num_kv_heads, ring_len, head_dim]``.
+        new: ``[num_kv_heads, n, head_dim]`` at positions past_len and on; None if the ring holds all.
+    """
+    offsets = torch.arange(first * PAGE_SIZE, stop * PAGE_SIZE, device=ring.device)
+    stored = len(offsets) if new is None else max(0, min(len(offsets), past_len - sink_len - first * PAGE_SIZE))
+    tokens: Tensor = ring[:, offsets[:stored] % ring.shape[1]]
+    if new is not None:
+        rest = offsets[stored:] + sink_len - past_len
+        tokens = torch.cat([tokens, new[:, rest]], dim=1)
+    return tokens.reshape(ring.shape[0], stop - first, PAGE_SIZE, ring.shape[2]).transpose(0, 1)
+
+
+def _quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout) -> None:
+    """Keys ``[n, num_kv_heads, 128, head_dim]`` and their boosted channels to pages `page_ids`."""
     if layout.dense:
         layout.dense_keys(pages)[page_ids] = keys
         return
@@ -30,8 +74,8 @@ def quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channel
         field.boosted_channels[page_ids] = boosted_channels.to(torch.uint8)
 
 
-def quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: PageLayout) -> None:
-    """See `kitty_runtime.ops.quantize_page.api.quantize_values`."""
+def _quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: PageLayout) -> None:
+    """Values ``[n, num_kv_heads, 128, head_dim]`` to pages `page_ids`."""
     if layout.dense:
         layout.dense_values(pages)[page_ids] = values
         return

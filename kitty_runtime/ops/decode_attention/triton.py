@@ -1,0 +1,644 @@
+"""Decode attention as Triton kernels: one split-KV launch straight from the pages, and one that combines.
+
+A program reads a share of one sequence and KV head. Its work is counted in units of about the same bytes: a packed
+page, or 16 unpacked tokens (of sink and ring), so that sequences of any lengths share the card evenly. How many
+programs a sequence gets is computed on the device; nothing here depends on lengths that the host knows.
+
+What makes it fast (measurements in docs/kernels.md):
+- Codes are never converted: two bits of a uint16 word, masked, are an fp16 subnormal ``code * 4**i * 2**-24``, which
+  tensor cores take as it is. Scales go into the query and the weights, zero points into a product with ones.
+- Tokens lie on the MMA's M side, so that a GQA group is padded to 8 and not to 16.
+- Weights go from the first product's result to the second one's operand by `movmatrix`, within a warp.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
+
+WORDS = tl.constexpr(16)
+TILE = tl.constexpr(16)
+"""Unpacked tokens per unit of work."""
+PAGE = tl.constexpr(128)
+MIXED_UNITS = tl.constexpr(4)
+"""Work of the page whose keys are packed and whose values are not, in units."""
+LOG2E = tl.constexpr(1.4426950408889634)
+CODE_UNIT = tl.constexpr(16777216.0)
+"""2**24: a masked code is the fp16 subnormal code * 4**i * 2**-24."""
+
+
+@triton.jit
+def _codes(words, i: tl.constexpr, ASM: tl.constexpr):
+    """Bits 2i, 2i+1 of uint16 words as fp16 ``code * 4**(i % 5) * 2**-24``; two words per instruction."""
+    if ASM:
+        if i == 0:
+            body: tl.constexpr = "and.b32 $0, $1, 0x00030003;"
+        elif i == 1:
+            body: tl.constexpr = "and.b32 $0, $1, 0x000c000c;"
+        elif i == 2:
+            body: tl.constexpr = "and.b32 $0, $1, 0x00300030;"
+        elif i == 3:
+            body: tl.constexpr = "and.b32 $0, $1, 0x00c000c0;"
+        elif i == 4:
+            body: tl.constexpr = "and.b32 $0, $1, 0x03000300;"
+        elif i == 5:
+            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x00030003;}"
+        elif i == 6:
+            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x000c000c;}"
+        else:
+            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x00300030;}"
+        return tl.inline_asm_elementwise(body, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        if i >= 5:
+            words = words >> 10
+        return (words & (3 << (2 * (i % 5)))).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _as_operand(weights, GROUP: tl.constexpr, ASM: tl.constexpr):
+    """[16, GROUP] 16-bit weights, a product's result, placed where the next product wants its right operand."""
+    if ASM:
+        # Transposes each 8 x 8 block across the warp: the thread then holds what the operand layout asks of it.
+        blocks = tl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            [weights],
+            dtype=weights.dtype,
+            is_pure=True,
+            pack=2,
+        )
+        blocks = tl.permute(tl.reshape(blocks, (2, 8, GROUP // 8, 8)), (0, 3, 2, 1))
+        return tl.reshape(blocks, (16, GROUP))
+    else:
+        return weights
+
+
+@triton.jit
+def _lanes(vector):
+    """[128] to eight [16]; lane i holds tokens 16 i .. 16 i + 15."""
+    lanes = tl.permute(tl.reshape(vector, (2, 2, 2, 16)), (3, 0, 1, 2))
+    even, odd = tl.split(lanes)
+    v04, v26 = tl.split(even)
+    v15, v37 = tl.split(odd)
+    v0, v4 = tl.split(v04)
+    v2, v6 = tl.split(v26)
+    v1, v5 = tl.split(v15)
+    v3, v7 = tl.split(v37)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def _add_dots(words, operand, s0, s1, s2, s3, s4, s5, s6, s7, ASM: tl.constexpr):
+    """Add ``codes_i @ operand`` to each lane's sums."""
+    s0 = tl.dot(_codes(words, 0, ASM), operand, s0)
+    s1 = tl.dot(_codes(words, 1, ASM), operand, s1)
+    s2 = tl.dot(_codes(words, 2, ASM), operand, s2)
+    s3 = tl.dot(_codes(words, 3, ASM), operand, s3)
+    s4 = tl.dot(_codes(words, 4, ASM), operand, s4)
+    s5 = tl.dot(_codes(words, 5, ASM), operand, s5)
+    s6 = tl.dot(_codes(words, 6, ASM), operand, s6)
+    s7 = tl.dot(_codes(words, 7, ASM), operand, s7)
+    return s0, s1, s2, s3, s4, s5, s6, s7
+
+
+@triton.jit
+def _units(length, SINK_LEN: tl.constexpr, K_RECENT: tl.constexpr, V_RECENT: tl.constexpr, DENSE: tl.constexpr):
+    """Work of a sequence, and where it lies: packed pages of keys and values, tiles of sink and ring."""
+    past_sink = length - 1 - SINK_LEN
+    k_pages = tl.maximum(past_sink - K_RECENT, 0) // PAGE
+    v_pages = tl.maximum(past_sink - V_RECENT, 0) // PAGE
+    sink_tiles = tl.cdiv(tl.minimum(length, SINK_LEN), TILE)
+    ring_tiles = tl.cdiv(tl.maximum(length - SINK_LEN - k_pages * PAGE, 0), TILE)
+    tail = sink_tiles + ring_tiles
+    units = tail + (k_pages * (PAGE // TILE) if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS)
+    return units, k_pages, v_pages, sink_tiles
+
+
+@triton.jit
+def _shares(
+    seq_lens,
+    num_seqs,
+    target,
+    SEQS: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    K_RECENT: tl.constexpr,
+    V_RECENT: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    """How many programs each sequence gets, [SEQS]: its share of `target`, one at least."""
+    row = tl.arange(0, SEQS)
+    lengths = tl.load(seq_lens + row, mask=row < num_seqs, other=1)
+    units, _, _, _ = _units(lengths, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    units = tl.where(row < num_seqs, units, 0)
+    total = tl.sum(units, 0).to(tl.int64)
+    shares = (units.to(tl.int64) * target // total).to(tl.int32)
+    shares = tl.minimum(tl.maximum(shares, 1), tl.maximum(units, 1))
+    return row, tl.where(row < num_seqs, shares, 0)
+
+
+@triton.jit
+def _split_kernel(
+    query,
+    pages,
+    page_table,
+    seq_lens,
+    slots,
+    k_sink,
+    v_sink,
+    k_ring,
+    v_ring,
+    partial_out,
+    partial_stats,
+    num_seqs,
+    table_stride,
+    target,
+    num_kv_heads,
+    page_bytes,
+    head_bytes,
+    num_boosted,
+    scale,
+    softcap,
+    V_LOW: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    SEQS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    DENSE: tl.constexpr,
+    K4: tl.constexpr,
+    V4: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    K_RECENT: tl.constexpr,
+    V_RECENT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)  # fastest: programs without work come last, when all others run
+    split = tl.program_id(1)
+    row, shares = _shares(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    seq = tl.sum((tl.cumsum(shares, 0) <= split).to(tl.int32), 0)
+    if seq >= num_seqs:
+        return
+    share = tl.sum(tl.where(row == seq, shares, 0), 0)
+    part = split - tl.sum(tl.where(row < seq, shares, 0), 0)
+    length = tl.load(seq_lens + seq)
+    slot = tl.load(slots + seq).to(tl.int64)
+    units, k_pages, v_pages, sink_tiles = _units(length, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    begin = (part.to(tl.int64) * units // share).to(tl.int32)
+    end = ((part + 1).to(tl.int64) * units // share).to(tl.int32)
+
+    g = tl.arange(0, GROUP)
+    d = tl.arange(0, D)
+    j = tl.arange(0, WORDS)
+    channel = d < HEAD_DIM
+    in_query = (d[:, None] < HEAD_DIM) & (g[None, :] < GROUP_SIZE)
+    q_at = query + (seq * num_kv_heads + head) * GROUP_SIZE * HEAD_DIM
+    q = tl.load(q_at + g[None, :] * HEAD_DIM + d[:, None], mask=in_query, other=0.0)
+    # Logits in units of log2(e), so that exp2 serves; with a softcap in units that its tanh wants.
+    q_scale = scale * (2.0 * LOG2E) / softcap if SOFTCAP else scale * LOG2E
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+
+    table = page_table + seq.to(tl.int64) * table_stride
+    head_at = head.to(tl.int64) * head_bytes
+    acc = tl.zeros([D, GROUP], tl.float32)
+    denom = tl.zeros([WORDS, GROUP], tl.float32)
+    # Unpacked tokens: 16-bit pages, then sink and ring.
+    q_dense = q.to(OPERAND)
+    tile_one = tl.full([TILE, TILE], 1.0, OPERAND)
+    first = 0 if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS
+    slot_head = slot * num_kv_heads + head
+    for tile in tl.range(tl.maximum(begin - first, 0), end - first, num_stages=STAGES if DENSE else 3):
+        tail = tile - k_pages * (PAGE // TILE) if DENSE else tile
+        in_sink = tail < sink_tiles
+        recent = k_pages * PAGE + (tail - sink_tiles) * TILE + j
+        stored = tl.where(in_sink, tail * TILE + j < tl.minimum(length, SINK_LEN), SINK_LEN + recent < length)
+        k_base = k_ring + slot_head * (K_RECENT + PAGE) * HEAD_DIM
+        v_base = v_ring + slot_head * (V_RECENT + PAGE) * HEAD_DIM
+        k_row = recent % (K_RECENT + PAGE)
+        v_row = recent % (V_RECENT + PAGE)
+        if SINK_LEN > 0:
+            k_base = tl.where(in_sink, k_sink + slot_head * SINK_LEN * HEAD_DIM, k_base)
+            v_base = tl.where(in_sink, v_sink + slot_head * SINK_LEN * HEAD_DIM, v_base)
+            k_row = tl.where(in_sink, tail * TILE + j, k_row)
+            v_row = tl.where(in_sink, tail * TILE + j, v_row)
+        if DENSE:
+            k_in_page = tail < 0
+            v_in_page = tile < v_pages * (PAGE // TILE)
+            page = tl.load(table + tile // (PAGE // TILE), mask=k_in_page, other=0).to(tl.int64)
+            k_page = (pages + page * page_bytes + head_at).to(k_ring.dtype)
+            in_page = tile % (PAGE // TILE) * TILE + j
+            stored = stored | k_in_page
+            k_base = tl.where(k_in_page, k_page, k_base)
+            v_base = tl.where(v_in_page, k_page + PAGE * HEAD_DIM, v_base)
+            k_row = tl.where(k_in_page, in_page, k_row)
+            v_row = tl.where(v_in_page, in_page, tl.where(k_in_page, (tile * TILE + j) % (V_RECENT + PAGE), v_row))
+        k = tl.load(
+            k_base + k_row[:, None] * HEAD_DIM + d[None, :], mask=stored[:, None] & channel[None, :], other=0.0
+        ).to(OPERAND)
+        v = tl.load(
+            v_base + v_row[None, :] * HEAD_DIM + d[:, None], mask=stored[None, :] & channel[:, None], other=0.0
+        ).to(OPERAND)
+        s = tl.dot(k, q_dense) * q_scale
+        if SOFTCAP:
+            s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s) + 1.0))
+        s = tl.where(stored[:, None], s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 0))
+        fade = tl.exp2(top - new_top)
+        top = new_top
+        w = _as_operand(tl.exp2(s - top[None, :]).to(OPERAND), GROUP, ASM)
+        acc = tl.dot(v, w, acc * fade[None, :])
+        denom = tl.dot(tile_one, w, denom * fade[None, :])
+
+    if not DENSE:
+        q16 = (q.to(tl.float32) * q_scale).to(tl.float16)
+        zeros = tl.zeros([WORDS, GROUP], tl.float32)
+        ones_d = tl.full([WORDS, D], 1.0, tl.float16)
+        offsets = tl.zeros([WORDS, GROUP], tl.float32)
+        one = tl.full([WORDS, WORDS], 1.0, tl.float16)
+        t = tl.arange(0, PAGE)
+        b = tl.arange(0, BOOSTED if BOOSTED > 0 else 16)
+        if V_RECENT > K_RECENT:
+            if (k_pages > v_pages) & (begin <= v_pages) & (v_pages < end):
+                at = pages + tl.load(table + v_pages).to(tl.int64) * page_bytes + head_at
+                s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
+                    at, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
+                    num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
+                )  # fmt: skip
+                new_top = tl.maximum(top, tl.max(_highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
+                fade = tl.exp2(top - new_top)
+                top = new_top
+                acc = acc * fade[None, :]
+                w0, w1, w2, w3, w4, w5, w6, w7 = _weights(
+                    s0, s1, s2, s3, s4, s5, s6, s7, z - top[None, :], False, GROUP, SOFTCAP, OPERAND, ASM
+                )
+                row_one = tl.full([WORDS, WORDS], 1.0, OPERAND)
+                denom = denom * fade[None, :]
+                ring = v_ring + (slot * num_kv_heads + head) * (V_RECENT + PAGE) * HEAD_DIM
+                for i in tl.static_range(8):
+                    if i == 0:
+                        w = w0
+                    elif i == 1:
+                        w = w1
+                    elif i == 2:
+                        w = w2
+                    elif i == 3:
+                        w = w3
+                    elif i == 4:
+                        w = w4
+                    elif i == 5:
+                        w = w5
+                    elif i == 6:
+                        w = w6
+                    else:
+                        w = w7
+                    at_ring = (v_pages * PAGE + i * WORDS + j) % (V_RECENT + PAGE)
+                    v = tl.load(ring + at_ring[None, :] * HEAD_DIM + d[:, None], mask=channel[:, None], other=0.0)
+                    denom = tl.dot(row_one, w, denom)
+                    acc = tl.dot(v.to(OPERAND), w, acc)
+        # The codes' unit and the weights' 2**4, taken out again below.
+        acc = acc * (16 / CODE_UNIT)
+        denom = denom * 16
+        for page in tl.range(begin, tl.minimum(end, v_pages), num_stages=STAGES):
+            at = pages + tl.load(table + page).to(tl.int64) * page_bytes + head_at
+            s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
+                at, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
+                num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
+            )  # fmt: skip
+            v_words = tl.load(
+                (at + V_LOW).to(tl.pointer_type(tl.uint16)) + d[:, None] * WORDS + j[None, :],
+                mask=channel[:, None],
+                other=0,
+            )
+            v_scale = tl.load((at + V_SCALE).to(tl.pointer_type(tl.float16)) + t)
+            v_zero = tl.load((at + V_ZERO).to(tl.pointer_type(tl.float16)) + t)
+            new_top = tl.maximum(top, tl.max(_highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
+            fade = tl.exp2(top - new_top)
+            top = new_top
+            acc = acc * fade[None, :]
+            denom = denom * fade[None, :]
+            offsets = offsets * fade[None, :]
+            # 2**4 * 4**-i: the weights undo the codes' 4**i, and stay clear of fp16's subnormals and of its largest.
+            w0, w1, w2, w3, w4, w5, w6, w7 = _weights(
+                s0, s1, s2, s3, s4, s5, s6, s7, z - top[None, :], True, GROUP, SOFTCAP, tl.float16, ASM
+            )
+            denom = _add_rows(one, w0, w1, w2, w3, w4, w5, w6, w7, denom)
+            y0, y1, y2, y3, y4, y5, y6, y7 = _lanes(v_zero)
+            offsets = _add_rows(
+                one, w0 * y0[:, None], w1 * y1[:, None], w2 * y2[:, None], w3 * y3[:, None], w4 * y4[:, None],
+                w5 * y5[:, None], w6 * y6[:, None], w7 * y7[:, None], offsets,
+            )  # fmt: skip
+            y0, y1, y2, y3, y4, y5, y6, y7 = _lanes(v_scale)
+            w0, w1, w2, w3 = w0 * y0[:, None], w1 * y1[:, None], w2 * y2[:, None], w3 * y3[:, None]
+            w4, w5, w6, w7 = w4 * y4[:, None], w5 * y5[:, None], w6 * y6[:, None], w7 * y7[:, None]
+            acc = _add_values(v_words, w0, w1, w2, w3, w4, w5, w6, w7, acc, ASM)
+            if V4:
+                v_words = tl.load(
+                    (at + V_HIGH).to(tl.pointer_type(tl.uint16)) + d[:, None] * WORDS + j[None, :],
+                    mask=channel[:, None],
+                    other=0,
+                )
+                acc = _add_values(v_words, w0 * 4, w1 * 4, w2 * 4, w3 * 4, w4 * 4, w5 * 4, w6 * 4, w7 * 4, acc, ASM)
+        denom = denom * 0.0625
+        acc = acc * (CODE_UNIT / 16) + tl.max(offsets, 0)[None, :] * 0.0625
+
+    kept = g < GROUP_SIZE
+    at_part = (head * tl.num_programs(1) + split).to(tl.int64) * GROUP_SIZE
+    tl.store(partial_out + (at_part + g[None, :]) * HEAD_DIM + d[:, None], acc, mask=in_query)
+    tl.store(partial_stats + (at_part + g) * 2, top, mask=kept)
+    tl.store(partial_stats + (at_part + g) * 2 + 1, tl.max(denom, 0), mask=kept)
+
+
+@triton.jit
+def _logits(
+    at,
+    q_at,
+    q16,
+    ones_d,
+    zeros,
+    j,
+    d,
+    g,
+    b,
+    channel,
+    K_HIGH: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    num_boosted,
+    q_scale,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BOOSTED: tl.constexpr,
+    K4: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    softcap,
+    ASM: tl.constexpr,
+):
+    """Sums of a page's keys, lane by lane, each [16, GROUP], and what the zero points add.
+
+    Lane i is in units of 4**(i % 5) * 2**-24; with a softcap the lanes are finished logits.
+    """
+    halves = at.to(tl.pointer_type(tl.float16))
+    words = at.to(tl.pointer_type(tl.uint16))
+    k_words = tl.load(words + j[:, None] * HEAD_DIM + d[None, :], mask=channel[None, :], other=0)
+    k_scale = tl.load(halves + K_SCALE // 2 + d, mask=channel, other=0.0)
+    k_zero = tl.load(halves + K_ZERO // 2 + d, mask=channel, other=0.0)
+    operand = q16 * k_scale[:, None]
+    z = tl.dot(ones_d, q16 * k_zero[:, None])
+    s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(
+        k_words, operand, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ASM
+    )
+    if K4:
+        k_high = tl.load(words + K_HIGH // 2 + j[:, None] * HEAD_DIM + d[None, :], mask=channel[None, :], other=0)
+        s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(k_high, operand * 4, s0, s1, s2, s3, s4, s5, s6, s7, ASM)
+    elif BOOSTED > 0:
+        real = b < num_boosted
+        ids = (
+            tl.load(
+                (at + K_HIGH + num_boosted * (2 * WORDS)).to(tl.pointer_type(tl.int32)) + b // 4, mask=real, other=0
+            )
+            >> (b % 4 * 8)
+        ) & 255
+        k_high = tl.load(words + K_HIGH // 2 + j[:, None] * num_boosted + b[None, :], mask=real[None, :], other=0)
+        b_scale = tl.load(halves + K_SCALE // 2 + ids, mask=real, other=0.0).to(tl.float32) * (4.0 * q_scale)
+        b_query = tl.load(
+            q_at + g[None, :] * HEAD_DIM + ids[:, None], mask=real[:, None] & (g[None, :] < GROUP_SIZE), other=0.0
+        ).to(tl.float32)
+        b_operand = (b_query * b_scale[:, None]).to(tl.float16)
+        s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(k_high, b_operand, s0, s1, s2, s3, s4, s5, s6, s7, ASM)
+    if SOFTCAP:
+        s0 = _capped(s0 * CODE_UNIT + z, softcap)
+        s1 = _capped(s1 * (CODE_UNIT / 4) + z, softcap)
+        s2 = _capped(s2 * (CODE_UNIT / 16) + z, softcap)
+        s3 = _capped(s3 * (CODE_UNIT / 64) + z, softcap)
+        s4 = _capped(s4 * (CODE_UNIT / 256) + z, softcap)
+        s5 = _capped(s5 * CODE_UNIT + z, softcap)
+        s6 = _capped(s6 * (CODE_UNIT / 4) + z, softcap)
+        s7 = _capped(s7 * (CODE_UNIT / 16) + z, softcap)
+        z = zeros
+    return s0, s1, s2, s3, s4, s5, s6, s7, z
+
+
+@triton.jit
+def _capped(x, softcap):
+    """``softcap * tanh(y / softcap)`` in units of log2(e), of ``x = y * 2 log2(e) / softcap``."""
+    return (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x) + 1.0))
+
+
+@triton.jit
+def _highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP: tl.constexpr):
+    """Largest of the lanes' logits, zero points left out."""
+    s05, s16, s27 = tl.maximum(s0, s5), tl.maximum(s1, s6), tl.maximum(s2, s7)
+    if not SOFTCAP:
+        s05, s16, s27 = s05 * CODE_UNIT, s16 * (CODE_UNIT / 4), s27 * (CODE_UNIT / 16)
+        s3, s4 = s3 * (CODE_UNIT / 64), s4 * (CODE_UNIT / 256)
+    return tl.maximum(tl.maximum(tl.maximum(s05, s16), s27), tl.maximum(s3, s4))
+
+
+@triton.jit
+def _weights(
+    s0,
+    s1,
+    s2,
+    s3,
+    s4,
+    s5,
+    s6,
+    s7,
+    shift,
+    FOR_CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """``exp2`` of the shifted logits as operands; for codes times 2**4 * 4**-(i % 5)."""
+    C: tl.constexpr = 1.0 if SOFTCAP else CODE_UNIT
+    # With a softcap the lanes are finished logits, all in one unit.
+    R: tl.constexpr = 1.0 if SOFTCAP else 0.25
+    w0 = tl.exp2(s0 * C + (shift + (4 if FOR_CODES else 0)))
+    w1 = tl.exp2(s1 * (C * R) + (shift + (2 if FOR_CODES else 0)))
+    w2 = tl.exp2(s2 * (C * R * R) + shift)
+    w3 = tl.exp2(s3 * (C * R * R * R) + (shift - (2 if FOR_CODES else 0)))
+    w4 = tl.exp2(s4 * (C * R * R * R * R) + (shift - (4 if FOR_CODES else 0)))
+    w5 = tl.exp2(s5 * C + (shift + (4 if FOR_CODES else 0)))
+    w6 = tl.exp2(s6 * (C * R) + (shift + (2 if FOR_CODES else 0)))
+    w7 = tl.exp2(s7 * (C * R * R) + shift)
+    return (
+        _as_operand(w0.to(OPERAND), GROUP, ASM),
+        _as_operand(w1.to(OPERAND), GROUP, ASM),
+        _as_operand(w2.to(OPERAND), GROUP, ASM),
+        _as_operand(w3.to(OPERAND), GROUP, ASM),
+        _as_operand(w4.to(OPERAND), GROUP, ASM),
+        _as_operand(w5.to(OPERAND), GROUP, ASM),
+        _as_operand(w6.to(OPERAND), GROUP, ASM),
+        _as_operand(w7.to(OPERAND), GROUP, ASM),
+    )
+
+
+@triton.jit
+def _add_rows(one, w0, w1, w2, w3, w4, w5, w6, w7, sums):
+    """Add the sum over tokens of all lanes' weights to every row of `sums`; lane i weighs 4**(i % 5)."""
+    sums = tl.dot(one, w0, sums)
+    sums = tl.dot(one * 4, w1, sums)
+    sums = tl.dot(one * 16, w2, sums)
+    sums = tl.dot(one * 64, w3, sums)
+    sums = tl.dot(one * 256, w4, sums)
+    sums = tl.dot(one, w5, sums)
+    sums = tl.dot(one * 4, w6, sums)
+    return tl.dot(one * 16, w7, sums)
+
+
+@triton.jit
+def _add_values(words, w0, w1, w2, w3, w4, w5, w6, w7, acc, ASM: tl.constexpr):
+    """Add ``codes_i @ weights_i`` over the lanes of a value plane [D, 16]."""
+    acc = tl.dot(_codes(words, 0, ASM), w0, acc)
+    acc = tl.dot(_codes(words, 1, ASM), w1, acc)
+    acc = tl.dot(_codes(words, 2, ASM), w2, acc)
+    acc = tl.dot(_codes(words, 3, ASM), w3, acc)
+    acc = tl.dot(_codes(words, 4, ASM), w4, acc)
+    acc = tl.dot(_codes(words, 5, ASM), w5, acc)
+    acc = tl.dot(_codes(words, 6, ASM), w6, acc)
+    return tl.dot(_codes(words, 7, ASM), w7, acc)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_out,
+    partial_stats,
+    seq_lens,
+    sink_logits,
+    out,
+    num_seqs,
+    target,
+    max_splits,
+    num_kv_heads,
+    SEQS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,
+    DENSE: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    K_RECENT: tl.constexpr,
+    V_RECENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per sequence and query head: joins the partial softmaxes of its splits."""
+    seq = tl.program_id(0)
+    q_head = tl.program_id(1)
+    row, shares = _shares(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    share = tl.sum(tl.where(row == seq, shares, 0), 0)
+    before = tl.sum(tl.where(row < seq, shares, 0), 0)
+    d = tl.arange(0, D)
+    c = tl.arange(0, CHUNK)
+    first = (q_head // GROUP_SIZE * max_splits + before).to(tl.int64) * GROUP_SIZE + q_head % GROUP_SIZE
+    top = float("-inf")
+    denom = 0.0
+    if HAS_SINK_LOGITS:
+        top = tl.load(sink_logits + q_head).to(tl.float32) * LOG2E
+        denom = 1.0
+    acc = tl.zeros([D], tl.float32)
+    for start in tl.range(0, share, CHUNK):
+        at = first + (start + c) * GROUP_SIZE
+        real = start + c < share
+        tops = tl.load(partial_stats + at * 2, mask=real, other=float("-inf"))
+        sums = tl.load(partial_stats + at * 2 + 1, mask=real, other=0.0)
+        parts = tl.load(
+            partial_out + at[:, None] * HEAD_DIM + d[None, :], mask=real[:, None] & (d[None, :] < HEAD_DIM), other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - new_top)
+        fade = tl.exp2(top - new_top)
+        acc = acc * fade + tl.sum(parts * weight[:, None], 0)
+        denom = denom * fade + tl.sum(sums * weight, 0)
+        top = new_top
+    result = acc / denom
+    tl.store(
+        out + (seq * num_kv_heads * GROUP_SIZE + q_head) * HEAD_DIM + d,
+        result.to(out.dtype.element_ty),
+        mask=d < HEAD_DIM,
+    )
+
+
+def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: SoftmaxSpec) -> Tensor:
+    """See `kitty_runtime.ops.decode_attention.api.decode_attention`."""
+    layout, windows = state.layout, state.windows
+    num_seqs, num_q_heads, head_dim = query.shape
+    group_size = num_q_heads // layout.num_kv_heads
+    target = _programs(query.device) // layout.num_kv_heads + 1
+    max_splits = target + num_seqs
+    out = torch.empty_like(query)
+    partial_out = torch.empty(
+        (layout.num_kv_heads, max_splits, group_size, head_dim), dtype=torch.float32, device=query.device
+    )
+    partial_stats = torch.empty(
+        (layout.num_kv_heads, max_splits, group_size, 2), dtype=torch.float32, device=query.device
+    )
+    seqs = triton.next_power_of_2(num_seqs)
+    spans = {
+        "SINK_LEN": windows.sink_len,
+        "K_RECENT": windows.k_recent_len,
+        "V_RECENT": windows.v_recent_len,
+        "DENSE": layout.dense,
+        "SEQS": seqs,
+        "GROUP_SIZE": group_size,
+        "HEAD_DIM": head_dim,
+        "D": triton.next_power_of_2(head_dim),
+    }
+
+    def at(field: str) -> int:
+        return 0 if layout.dense else layout.offset(field)
+
+    boosted = layout.num_boosted if layout.has_ids else 0
+    _split_kernel[(layout.num_kv_heads, max_splits)](
+        query.contiguous(), state.pages, batch.page_table, batch.seq_lens, batch.slots,
+        state.k_sink, state.v_sink, state.k_ring, state.v_ring, partial_out, partial_stats,
+        num_seqs, batch.page_table.stride(0), target, layout.num_kv_heads, layout.page_bytes, layout.head_bytes,
+        boosted, softmax.scale, softmax.softcap or 0.0,
+        V_LOW=at("v_low"), V_HIGH=at("v_high"), K_SCALE=at("k_scale"), K_ZERO=at("k_zero_point"),
+        V_SCALE=at("v_scale"), V_ZERO=at("v_zero_point"), K_HIGH=at("k_high"),
+        GROUP=max(8, triton.next_power_of_2(group_size)),
+        BOOSTED=0 if not boosted else max(16, triton.next_power_of_2(boosted)),
+        K4=layout.num_boosted == head_dim,
+        V4=layout.v_bits == 4,
+        SOFTCAP=softmax.softcap is not None,
+        OPERAND=OPERANDS[query.dtype],
+        ASM=not INTERPRET,
+        STAGES=5,
+        num_warps=1,
+        **spans,
+    )  # fmt: skip
+    _combine_kernel[(num_seqs, num_q_heads)](
+        partial_out, partial_stats, batch.seq_lens, softmax.sink_logits, out,
+        num_seqs, target, max_splits, layout.num_kv_heads,
+        HAS_SINK_LOGITS=softmax.sink_logits is not None,
+        CHUNK=16,
+        num_warps=1 if INTERPRET else 4,
+        **spans,
+    )  # fmt: skip
+    return out
+
+
+INTERPRET = triton.knobs.runtime.interpret
+# Arithmetic in bf16 is not to be had from the interpreter.
+OPERANDS = {torch.float16: tl.float16, torch.bfloat16: tl.float32 if INTERPRET else tl.bfloat16}
+
+
+def _programs(device: torch.device) -> int:
+    """Programs that run on the device at once."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count * 8

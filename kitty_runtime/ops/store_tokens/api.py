@@ -1,0 +1,32 @@
+"""Put a pass's new tokens into sinks and rings: validation and dispatch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kitty_runtime.errors import ShapeError
+from kitty_runtime.ops.backend import backend_for
+from kitty_runtime.ops.operands import Batch, LayerState
+from kitty_runtime.ops.store_tokens import reference
+
+
+def store_tokens(state: LayerState, batch: Batch, keys: Tensor, values: Tensor) -> None:
+    """Write new tokens to their sink or ring slots; of tokens that share a slot the newest stays.
+
+    Args:
+        state: the layer, changed in place.
+        batch: the sequences; row i stores its first ``seq_lens[i] - past_lens[i]`` tokens.
+        keys, values: ``[num_seqs, num_kv_heads, n, head_dim]`` in the layer's dtype, after RoPE.
+    Raises:
+        ShapeError: the tokens do not fit the layer.
+    """
+    layout = state.layout
+    expected = (len(batch.slots), layout.num_kv_heads, keys.shape[2], layout.head_dim)
+    if keys.shape != expected or values.shape != expected:
+        raise ShapeError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected {expected}")
+    if backend_for(state) == "triton":
+        from kitty_runtime.ops.store_tokens import triton
+
+        triton.store_tokens(state, batch, keys, values)
+    else:
+        reference.store_tokens(state, batch, keys, values)
