@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and how many there are."""
 
-BOOST_LEVELS = (0.0, 0.125, 0.25, 0.5)
+BOOST_LEVELS = (0.0, 0.0625, 0.125, 0.25, 0.5)
 """Boost ratios at which each layer's KL is measured."""
 
 LAYER_KL_CONFIG = CacheConfig(v_bits=4, policy="weighted")
 """One layer alone is stored so; 4-bit values hardly disturb, so that the keys are measured."""
 
-KL_POSITIONS = 256
-"""Positions whose predictions are compared: enough for the mean, and the vocabulary matrix stays cheap."""
+NEGLIGIBLE = 0.1
+"""A layer below this share of the mean KL without boost is not measured at higher levels: budgets come out the same."""
 
 
 @torch.inference_mode()
 def measure_layer_kl(
     model: PreTrainedModel,
-    window: Tensor,
+    windows: Sequence[Tensor],
     energies: dict[int, Tensor],
     boost_levels: Sequence[float] = BOOST_LEVELS,
     progress: Progress | None = None,
@@ -49,48 +49,59 @@ def measure_layer_kl(
 
     Args:
         model: with ``attn_implementation="kitty"``.
-        window: int64 ``[num_tokens]``.
+        windows: int64 ``[num_tokens]`` each; predictions from `FIRST_SCORED` on are compared.
         energies: fp32 ``[num_kv_heads, head_dim]`` query energy by layer.
-        boost_levels: boost ratios.
+        boost_levels: boost ratios, ascending.
     Returns:
-        KL in nats by layer, one value per level.
+        KL in nats by layer, one value per level. Once a layer is `NEGLIGIBLE`, its last value stands for the rest.
     """
-    if len(window) <= FIRST_SCORED:
-        raise DataError(f"The window has {len(window)} tokens, scoring starts at {FIRST_SCORED}.", "Use a longer text.")
-    input_ids = window[None].to(model.device)
-    positions = torch.linspace(FIRST_SCORED, len(window) - 1, KL_POSITIONS).round().long().unique()
+    short = min((len(window) for window in windows), default=0)
+    if short <= FIRST_SCORED:
+        raise DataError(f"A window has {short} tokens, scoring starts at {FIRST_SCORED}.", "Use a longer text.")
     num_layers = len(layers_of(model.config))
-
-    def log_probs(cache: Cache) -> Tensor:
-        out = model(
-            input_ids=input_ids,
-            use_cache=True,
-            logits_to_keep=positions.to(model.device),
-            **{cache_kwarg(model): cache},
-        )
-        logits: Tensor = out.logits[0]
-        return logits.float().log_softmax(-1)
-
-    with _recorded_outputs(model) as outputs:
-        reference = log_probs(DynamicCache(config=model.config))
-    probs = reference.exp()
-    curves: dict[int, tuple[float, ...]] = {}
-    for done, (index, energy) in enumerate(energies.items()):
-        kls = []
-        for number, level in enumerate(boost_levels):
+    references = [_reference(model, window) for window in windows]
+    curves: dict[int, list[float]] = {index: [] for index in energies}
+    for number, level in enumerate(boost_levels):
+        least = NEGLIGIBLE * sum(curve[0] for curve in curves.values()) / len(curves) if number else 0.0
+        for done, (index, energy) in enumerate(energies.items()):
             if progress:
-                progress("layer KL", done * len(boost_levels) + number, len(energies) * len(boost_levels))
+                progress("layer KL", number * len(energies) + done, len(boost_levels) * len(energies))
+            curve = curves[index]
+            if number and curve[-1] < least:
+                curve.append(curve[-1])
+                continue
             boosts: list[LayerBoost | None] = [None] * num_layers
             boosts[index] = LayerBoost("weighted", int(level * energy.shape[1]), energy)
-            with _starting_at(model, index, outputs):
-                quantized = log_probs(KittyCache(model.config, LAYER_KL_CONFIG, boosts=boosts))
-            kls.append(max(0.0, (probs * (reference - quantized)).sum(-1).mean().item()))
-        if not all(math.isfinite(kl) for kl in kls):
-            raise NumericsError(f"Layer {index}: the KL divergence is {kls}.", "Try --dtype float32.")
-        curves[index] = tuple(kls)
+            kls = []
+            for window, (reference, outputs) in zip(windows, references, strict=True):
+                with _starting_at(model, index, outputs):
+                    quantized = _log_probs(model, window, KittyCache(model.config, LAYER_KL_CONFIG, boosts=boosts))
+                kls.append((reference.exp() * (reference - quantized)).sum(-1).mean().item())
+            if not all(math.isfinite(kl) for kl in kls):
+                raise NumericsError(f"Layer {index}: the KL divergence is {kls}.", "Try --dtype float32.")
+            curve.append(max(0.0, sum(kls) / len(kls)))
     if progress:
-        progress("layer KL", len(energies) * len(boost_levels), len(energies) * len(boost_levels))
-    return curves
+        progress("layer KL", len(boost_levels) * len(energies), len(boost_levels) * len(energies))
+    return {index: tuple(curve) for index, curve in curves.items()}
+
+
+def _reference(model: PreTrainedModel, window: Tensor) -> tuple[Tensor, dict[int, Any]]:
+    """Log-probabilities at 16 bits, and what each decoder layer returned."""
+    with _recorded_outputs(model) as outputs:
+        log_probs = _log_probs(model, window, DynamicCache(config=model.config))
+    return log_probs, outputs
+
+
+def _log_probs(model: PreTrainedModel, window: Tensor, cache: Cache) -> Tensor:
+    """fp32 ``[num_tokens - FIRST_SCORED, vocab_size]``."""
+    out = model(
+        input_ids=window[None].to(model.device),
+        use_cache=True,
+        logits_to_keep=len(window) - FIRST_SCORED,
+        **{cache_kwarg(model): cache},
+    )
+    logits: Tensor = out.logits[0]
+    return logits.float().log_softmax(-1)
 
 
 def _decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:

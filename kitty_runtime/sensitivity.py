@@ -207,7 +207,7 @@ def _verified(index: int, statistics: LayerStatistics | None, metric: Metric) ->
 def measure_profile(
     model: PreTrainedModel,
     windows: Sequence[Tensor],
-    kl_window: Tensor,
+    kl_windows: Sequence[Tensor],
     provenance: Provenance,
     skip_layers: Sequence[int] = (),
     progress: Progress | None = None,
@@ -217,7 +217,7 @@ def measure_profile(
     Args:
         model: with ``attn_implementation="kitty"``.
         windows: calibration text for queries and keys, int64 ``[num_tokens]`` each.
-        kl_window: calibration text for the KL of each layer.
+        kl_windows: calibration text for the KL of each layer, int64 ``[num_tokens]`` each.
         provenance: what the profile says of itself; its metric is measured.
         skip_layers: neither measured nor, with this profile, paged.
         progress: see `Progress`.
@@ -227,7 +227,7 @@ def measure_profile(
     metric = provenance.metric
     statistics = measure_statistics(model, windows, metric, skip_layers, progress)
     energies = {index: stats.query_energy for index, stats in statistics.items()}
-    curves = measure_layer_kl(model, kl_window, energies, BOOST_LEVELS, progress)
+    curves = measure_layer_kl(model, kl_windows, energies, BOOST_LEVELS, progress)
     layers = {
         index: LayerProfile(energies[index].cpu(), stats.scores(metric).cpu(), curves[index])
         for index, stats in statistics.items()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # For tests/kernels. Triton reads it when it is first imported, which transformers does below.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tiny_models import logits_in_chunks, random_ids, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -64,7 +64,7 @@ def affine(x: np.ndarray, levels: int) -> tuple[np.float16, np.float16, list[int
     zero_point = np.float16(low)
     if float(zero_point) + levels * float(scale) >= 65520:  # would come back as infinity in fp16
         scale = np.nextafter(scale, np.float16(0))
-    codes = np.rint((x - np.float32(zero_point)) / np.float32(scale))
+    codes = np.rint((x - np.float32(zero_point)) * (np.float32(1) / np.float32(scale)))
     return scale, zero_point, np.clip(codes, 0, levels).astype(int).tolist()
 
 

@@ -9,6 +9,7 @@ import torch
 from tiny_models import random_ids, tiny_config, tiny_model
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from kitty_runtime import layer_kl
 from kitty_runtime.cache.hf import KittyCache
 from kitty_runtime.errors import ConfigError, DataError, NumericsError
 from kitty_runtime.layer_kl import LAYER_KL_CONFIG, measure_layer_kl
@@ -141,8 +142,8 @@ def test_only_the_attention_metric_costs_time(model):
 
 @torch.no_grad()
 def naive_kl(model, window, boosts):
-    """Mean KL at evenly spaced positions from 384 on, every layer computed."""
-    positions = torch.linspace(384, len(window) - 1, 256).round().long().unique()
+    """Mean KL from position 384 on, every layer computed."""
+    positions = torch.arange(384, len(window))
     cache = KittyCache(model.config, LAYER_KL_CONFIG, boosts=boosts)
     reference = model(input_ids=window[None]).logits[0, positions].double().log_softmax(-1)
     quantized = model(input_ids=window[None], **{cache_kwarg(model): cache}).logits[0, positions].double()
@@ -153,14 +154,15 @@ SLIDING_LAST = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 3 + 
 
 
 @pytest.mark.parametrize(("family", "changes"), [("llama", {"num_hidden_layers": 3}), ("gemma2", SLIDING_LAST)])
-def test_layer_kl_is_that_of_whole_runs(family, changes):
+def test_layer_kl_is_that_of_whole_runs(family, changes, monkeypatch):
     """A run that starts at its layer gives what a run of all layers gives."""
+    monkeypatch.setattr(layer_kl, "NEGLIGIBLE", 0.0)
     model = tiny_model(family, dtype=torch.float64, **changes)
     window = random_ids(500, seed=5)
     energies = {i: s.query_energy for i, s in measure_statistics(model, [window]).items()}
     assert list(energies) == [0, 1, 2]
     levels = (0.0, 0.25)
-    curves = measure_layer_kl(model, window, energies, levels)
+    curves = measure_layer_kl(model, [window], energies, levels)
     for index, curve in curves.items():
         for level, kl in zip(levels, curve, strict=True):
             boosts = [None] * len(model.model.layers)
@@ -173,26 +175,47 @@ def test_layer_kl_is_that_of_whole_runs(family, changes):
 
 
 def test_measuring_twice_gives_the_same(model):
-    profiles = [measure_profile(model, WINDOWS, random_ids(500, seed=3), PROVENANCE) for _ in range(2)]
+    profiles = [measure_profile(model, WINDOWS, [random_ids(500, seed=3)], PROVENANCE) for _ in range(2)]
     for index, layer in profiles[0].layers.items():
         assert torch.equal(layer.query_energy, profiles[1].layers[index].query_energy)
         assert layer.kl == profiles[1].layers[index].kl
         assert len(layer.kl) == len(profiles[0].boost_levels)
 
 
+def test_layer_kl_is_the_mean_over_windows(model):
+    windows = [random_ids(450, seed=5), random_ids(500, seed=6)]
+    energies = {1: measure_statistics(model, windows)[1].query_energy}
+    both = measure_layer_kl(model, windows, energies, (0.0, 0.25))[1]
+    each = [measure_layer_kl(model, [window], energies, (0.0, 0.25))[1] for window in windows]
+    assert both == pytest.approx([sum(kls) / 2 for kls in zip(*each, strict=True)], rel=1e-6)
+
+
+@pytest.mark.parametrize(("share", "measured"), [(0.0, 6), (1e9, 2)])
+def test_a_negligible_layer_is_measured_no_further(model, share, measured, monkeypatch):
+    """Its last value stands for the levels that are left out, and they cost no run."""
+    monkeypatch.setattr(layer_kl, "NEGLIGIBLE", share)
+    runs = []
+    log_probs = layer_kl._log_probs
+    monkeypatch.setattr(layer_kl, "_log_probs", lambda *args: runs.append(1) or log_probs(*args))
+    energies = {i: s.query_energy for i, s in measure_statistics(model, WINDOWS).items()}
+    curves = measure_layer_kl(model, [random_ids(500)], energies, (0.0, 0.25, 0.5))
+    assert len(runs) == 1 + measured
+    assert all((len(set(curve)) == 1) == (share > 1) for curve in curves.values())
+
+
 def test_progress_is_told_to_the_end(model):
     told = []
-    measure_profile(model, WINDOWS, random_ids(500), PROVENANCE, progress=lambda *step: told.append(step))
-    for what, total in (("queries and keys", 2), ("layer KL", 8)):
+    measure_profile(model, WINDOWS, [random_ids(500)], PROVENANCE, progress=lambda *step: told.append(step))
+    for what, total in (("queries and keys", 2), ("layer KL", 10)):
         assert [step for step in told if step[0] == what] == [(what, done, total) for done in range(total + 1)]
 
 
 def test_skipped_layers_are_not_measured(model):
-    profile = measure_profile(model, WINDOWS, random_ids(500), PROVENANCE, skip_layers=[0])
+    profile = measure_profile(model, WINDOWS, [random_ids(500)], PROVENANCE, skip_layers=[0])
     assert list(profile.layers) == [1]
-    full = measure_profile(model, WINDOWS, random_ids(500), PROVENANCE)
+    full = measure_profile(model, WINDOWS, [random_ids(500)], PROVENANCE)
     assert torch.equal(full.layers[1].query_energy, profile.layers[1].query_energy)
-    assert full.layers[1].kl == profile.layers[1].kl
+    assert full.layers[1].kl[0] == profile.layers[1].kl[0]
 
 
 def test_layers_to_skip_that_do_not_exist():
@@ -233,7 +256,7 @@ def test_windows_that_hold_no_page(model):
         measure_statistics(model, [*WINDOWS, random_ids(159)])
     assert measure_statistics(model, [random_ids(160)])[0].num_pages == 1
     with pytest.raises(DataError, match="384 tokens, scoring starts at 384"):
-        measure_layer_kl(model, random_ids(384), {0: torch.ones(HEADS, DIM)})
+        measure_layer_kl(model, [random_ids(384)], {0: torch.ones(HEADS, DIM)})
     with pytest.raises(ConfigError, match="metric is 'mood'"):
         measure_statistics(model, WINDOWS, "mood")
 
@@ -261,7 +284,7 @@ def outlier_model():
 
 @pytest.fixture(scope="module")
 def outlier_profile(outlier_model):
-    return measure_profile(outlier_model, WINDOWS, random_ids(500, seed=7), PROVENANCE)
+    return measure_profile(outlier_model, WINDOWS, [random_ids(500, seed=7)], PROVENANCE)
 
 
 @pytest.mark.parametrize("metric", ["query", "magnitude", "attention"])
@@ -282,7 +305,7 @@ def test_boosting_the_outlier_cuts_the_error(outlier_model, outlier_profile):
     """Two channels boosted in each head: the profile's choice against none, and against two others."""
     window = random_ids(600, seed=9)
     energies = outlier_profile.layers[1].query_energy
-    plain, boosted = measure_layer_kl(outlier_model, window, {1: energies}, (0.0, 2 / DIM))[1]
+    plain, boosted = measure_layer_kl(outlier_model, [window], {1: energies}, (0.0, 2 / DIM))[1]
     assert boosted < 0.35 * plain
     others = torch.tensor([[5, 9], [5, 9]])
     wrong = naive_kl(outlier_model, window, [None, LayerBoost("static", 2, channels=others)])

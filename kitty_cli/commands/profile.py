@@ -24,7 +24,7 @@ NUM_SAMPLES, MAX_SEQ_LENGTH = 4, 1024
 
 DATA_SPLIT, DATA_COLUMN = "train", "text"
 
-KL_TOKENS = 1024
+KL_SAMPLES, KL_TOKENS = 2, 640
 HELD_OUT_TOKENS = 2048
 
 _CALIBRATION = "Calibration"
@@ -105,8 +105,8 @@ def profile(
     check_writable(path)
     tokenizer = load_tokenizer(source, trust_remote_code)
     text = load_text(data, data_split, data_column)
-    windows = windows_of(text, tokenize(text, tokenizer), samples + 1, window_len, seed)
-    kl_window = windows.pop()[:KL_TOKENS]
+    windows = windows_of(text, tokenize(text, tokenizer), samples + KL_SAMPLES, window_len, seed)
+    windows, kl_windows = windows[:samples], [window[:KL_TOKENS] for window in windows[samples:]]
     output.note(f"{source.name}: {samples} x {window_len} tokens of {text.name}, metric {metric}")
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
@@ -119,9 +119,9 @@ def profile(
         weights_sha256=weights_sha256(loaded),
         metric=metric,
         data=text.name,
-        token_sha256=token_sha256([*windows, kl_window]),
+        token_sha256=token_sha256([*windows, *kl_windows]),
         num_tokens=samples * window_len,
-        kl_tokens=len(kl_window),
+        kl_tokens=sum(len(window) for window in kl_windows),
         seed=seed,
         command=_command(
             model or "demo", metric, data, data_split, data_column, samples, window_len, seed, skip_layers
@@ -129,7 +129,7 @@ def profile(
         versions={name: found[name] for name in ("kitty", "python", "torch", "transformers")},
     )
     with output.progress() as progress:
-        measured = measure_profile(loaded, windows, kl_window, provenance, skipped, progress)
+        measured = measure_profile(loaded, windows, kl_windows, provenance, skipped, progress)
         save_profile(measured, path)
         compared = _compare(loaded, tokenizer, measured, boost) if held_out else None
     if as_json:

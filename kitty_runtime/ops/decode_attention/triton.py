@@ -134,10 +134,18 @@ def _shares(
     lengths = tl.load(seq_lens + row, mask=row < num_seqs, other=1)
     units, _, _, _ = _units(lengths, SINK_LEN, K_RECENT, V_RECENT, DENSE)
     units = tl.where(row < num_seqs, units, 0)
-    total = tl.sum(units, 0).to(tl.int64)
-    shares = (units.to(tl.int64) * target // total).to(tl.int32)
+    shares = units * target // tl.sum(units, 0)
     shares = tl.minimum(tl.maximum(shares, 1), tl.maximum(units, 1))
     return row, tl.where(row < num_seqs, shares, 0)
+
+
+@triton.jit
+def _ring_rows(offset, j, RING: tl.constexpr):
+    """Slots of 16 tokens from `offset` past the sink on; a ring of whole tiles does not wrap within one."""
+    if RING % TILE == 0:
+        return offset % RING + j
+    else:
+        return (offset + j) % RING
 
 
 @triton.jit
@@ -197,8 +205,8 @@ def _split_kernel(
     length = tl.load(seq_lens + seq)
     slot = tl.load(slots + seq).to(tl.int64)
     units, k_pages, v_pages, sink_tiles = _units(length, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    begin = (part.to(tl.int64) * units // share).to(tl.int32)
-    end = ((part + 1).to(tl.int64) * units // share).to(tl.int32)
+    begin = part * units // share
+    end = (part + 1) * units // share
 
     g = tl.arange(0, GROUP)
     d = tl.arange(0, D)
@@ -223,12 +231,13 @@ def _split_kernel(
     for tile in tl.range(tl.maximum(begin - first, 0), end - first, num_stages=STAGES if DENSE else 3):
         tail = tile - k_pages * (PAGE // TILE) if DENSE else tile
         in_sink = tail < sink_tiles
-        recent = k_pages * PAGE + (tail - sink_tiles) * TILE + j
-        stored = tl.where(in_sink, tail * TILE + j < tl.minimum(length, SINK_LEN), SINK_LEN + recent < length)
+        recent = k_pages * PAGE + (tail - sink_tiles) * TILE
+        first = tl.where(in_sink, tail * TILE, SINK_LEN + recent)
+        stored = first + j < tl.where(in_sink, tl.minimum(length, SINK_LEN), length)
         k_base = k_ring + slot_head * (K_RECENT + PAGE) * HEAD_DIM
         v_base = v_ring + slot_head * (V_RECENT + PAGE) * HEAD_DIM
-        k_row = recent % (K_RECENT + PAGE)
-        v_row = recent % (V_RECENT + PAGE)
+        k_row = _ring_rows(recent, j, K_RECENT + PAGE)
+        v_row = _ring_rows(recent, j, V_RECENT + PAGE)
         if SINK_LEN > 0:
             k_base = tl.where(in_sink, k_sink + slot_head * SINK_LEN * HEAD_DIM, k_base)
             v_base = tl.where(in_sink, v_sink + slot_head * SINK_LEN * HEAD_DIM, v_base)
@@ -244,7 +253,7 @@ def _split_kernel(
             k_base = tl.where(k_in_page, k_page, k_base)
             v_base = tl.where(v_in_page, k_page + PAGE * HEAD_DIM, v_base)
             k_row = tl.where(k_in_page, in_page, k_row)
-            v_row = tl.where(v_in_page, in_page, tl.where(k_in_page, (tile * TILE + j) % (V_RECENT + PAGE), v_row))
+            v_row = tl.where(v_in_page, in_page, tl.where(k_in_page, _ring_rows(tile * TILE, j, V_RECENT + PAGE), v_row))
         k = tl.load(
             k_base + k_row[:, None] * HEAD_DIM + d[None, :], mask=stored[:, None] & channel[None, :], other=0.0
         ).to(OPERAND)
@@ -304,7 +313,7 @@ def _split_kernel(
                         w = w6
                     else:
                         w = w7
-                    at_ring = (v_pages * PAGE + i * WORDS + j) % (V_RECENT + PAGE)
+                    at_ring = _ring_rows(v_pages * PAGE + i * WORDS, j, V_RECENT + PAGE)
                     v = tl.load(ring + at_ring[None, :] * HEAD_DIM + d[:, None], mask=channel[:, None], other=0.0)
                     denom = tl.dot(row_one, w, denom)
                     acc = tl.dot(v.to(OPERAND), w, acc)
@@ -618,14 +627,14 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         OPERAND=OPERANDS[query.dtype],
         ASM=not INTERPRET,
         STAGES=5,
-        num_warps=1,
+        num_warps=1 if head_dim <= 128 else 2,
         **spans,
     )  # fmt: skip
     _combine_kernel[(num_seqs, num_q_heads)](
         partial_out, partial_stats, batch.seq_lens, softmax.sink_logits, out,
         num_seqs, target, max_splits, layout.num_kv_heads,
         HAS_SINK_LOGITS=softmax.sink_logits is not None,
-        CHUNK=16,
+        CHUNK=min(64, triton.next_power_of_2(target // num_seqs + 1)),
         num_warps=1 if INTERPRET else 4,
         **spans,
     )  # fmt: skip

@@ -19,7 +19,7 @@ FP16_MAX = tl.constexpr(65504.0)
 FP16_OVERFLOW = tl.constexpr(65520.0)
 MIN_SCALE = tl.constexpr(1e-6)
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added and taken away again it rounds half to even."""
+"""1.5 * 2**23: added to a small number it rounds half to even and leaves the integer in the lowest bits."""
 
 
 @triton.jit
@@ -33,53 +33,191 @@ def _qparams(low, high, levels):
 
 
 @triton.jit
-def _codes(x, scale, zero, levels):
-    codes = tl.math.div_rn(x - zero.to(tl.float32), scale.to(tl.float32)) + ROUND - ROUND
-    return tl.minimum(tl.maximum(codes, 0.0), levels).to(tl.int32)
+def _inverse(scale):
+    return tl.math.div_rn(1.0, scale.to(tl.float32))
 
 
 @triton.jit
-def _words(codes, D: tl.constexpr):
-    """Two-bit codes [128, D] to words [16, D]: bits 2i, 2i+1 of word j are token 16 i + j."""
-    shifts = 2 * tl.arange(0, 8)
-    return tl.sum(tl.reshape(codes, (8, 16, D)) << shifts[:, None, None], 0).to(tl.int16)
+def _codes(x, zero, inverse, levels):
+    """Codes in the low four bits of int32; see `kitty_runtime.quant.affine.quantize`.
+
+    Beyond +-65504 nothing needs to saturate: the range did, and codes end at its ends.
+    """
+    codes = tl.minimum(tl.maximum((x.to(tl.float32) - zero) * inverse, 0.0), levels)
+    return (codes + ROUND).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _page_tokens(
+def _tokens(
     ring,
     new,
-    slot,
-    row,
-    head,
-    page,
+    offset,
     past_len,
-    num_kv_heads,
-    row_stride,
-    head_stride,
     token_stride,
+    d,
+    channel,
     SINK_LEN: tl.constexpr,
     RECENT: tl.constexpr,
     HAS_NEW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+):
+    """Tokens at `offset` past the sink, [16, D], from the ring and, past what is stored, from the pass."""
+    stored = SINK_LEN + offset < past_len
+    at_ring = ring + (offset % (RECENT + PAGE))[:, None] * HEAD_DIM + d[None, :]
+    if HAS_NEW:
+        index = tl.maximum(SINK_LEN + offset - past_len, 0).to(tl.int64)
+        at_new = new + index[:, None] * token_stride + d[None, :]
+        old = tl.load(at_ring, mask=stored[:, None] & channel[None, :], other=0.0)
+        return tl.where(stored[:, None], old, tl.load(at_new, mask=(~stored)[:, None] & channel[None, :], other=0.0))
+    else:
+        return tl.load(at_ring, mask=channel[None, :], other=0.0)
+
+
+@triton.jit
+def _saturated(x):
+    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
+
+
+@triton.jit
+def _write_values(
+    at,
+    ring,
+    new,
+    first,
+    past_len,
+    token_stride,
+    V_LOW: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    RECENT: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    DENSE: tl.constexpr,
+    V4: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
 ):
-    """A page's tokens [128, D], from the ring and, past what is stored, from the pass."""
-    t = tl.arange(0, PAGE)
+    """Values of one page and head, 16 tokens at a time, the last first: they are the words' highest bits."""
     d = tl.arange(0, D)
-    channel = d[None, :] < HEAD_DIM
-    offset = page * PAGE + t
-    stored = SINK_LEN + offset < past_len
-    in_ring = ring + (slot * num_kv_heads + head) * (RECENT + PAGE) * HEAD_DIM
-    at_ring = in_ring + (offset % (RECENT + PAGE))[:, None] * HEAD_DIM + d[None, :]
-    if HAS_NEW:
-        x = tl.load(at_ring, mask=stored[:, None] & channel, other=0.0)
-        at_new = new + row * row_stride + head * head_stride
-        index = (SINK_LEN + offset - past_len).to(tl.int64)
-        at_new = at_new + index[:, None] * token_stride + d[None, :]
-        return tl.where(stored[:, None], x, tl.load(at_new, mask=(~stored)[:, None] & channel, other=0.0))
-    else:
-        return tl.load(at_ring, mask=channel, other=0.0)
+    j = tl.arange(0, 16)
+    channel = d < HEAD_DIM
+    low_words = tl.zeros([16, D], tl.int32)
+    high_words = tl.zeros([16, D], tl.int32)
+    halves = at.to(tl.pointer_type(tl.float16))
+    for n in tl.range(8):
+        token = (7 - n) * 16 + j
+        x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        if DENSE:
+            dense = at.to(tl.pointer_type(x.dtype)) + PAGE * HEAD_DIM
+            tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
+        else:
+            levels = 15.0 if V4 else 3.0
+            low, high = x, x
+            if D != HEAD_DIM:
+                low = tl.where(channel[None, :], x, float("inf"))
+                high = tl.where(channel[None, :], x, float("-inf"))
+            low, high = tl.min(low, 1).to(tl.float32), tl.max(high, 1).to(tl.float32)
+            scale, zero = _qparams(_saturated(low), _saturated(high), levels)
+            tl.store(halves + V_SCALE // 2 + token, scale)
+            tl.store(halves + V_ZERO // 2 + token, zero)
+            codes = _codes(x, zero.to(tl.float32)[:, None], _inverse(scale)[:, None], levels)
+            low_words = low_words * 4 + (codes & 3)
+            high_words = high_words * 4 + ((codes >> 2) & 3)
+    if not DENSE:
+        words = at.to(tl.pointer_type(tl.int16)) + d[None, :] * 16 + j[:, None]
+        tl.store(words + V_LOW // 2, low_words.to(tl.int16), mask=channel[None, :])
+        if V4:
+            tl.store(words + V_HIGH // 2, high_words.to(tl.int16), mask=channel[None, :])
+
+
+@triton.jit
+def _write_keys(
+    at,
+    ring,
+    new,
+    first,
+    past_len,
+    token_stride,
+    at_energy,
+    num_boosted,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    K_HIGH: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    RECENT: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    POLICY: tl.constexpr,
+    DENSE: tl.constexpr,
+    K4: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Keys of one page and head: a pass for ranges and scores, the choice of boosted channels, a pass for codes."""
+    d = tl.arange(0, D)
+    j = tl.arange(0, 16)
+    channel = d < HEAD_DIM
+    lowest = tl.full([16, D], float("inf"), tl.float32)
+    highest = tl.full([16, D], float("-inf"), tl.float32)
+    magnitude = tl.zeros([16, D], tl.float32)
+    for i in tl.range(8):
+        token = i * 16 + j
+        x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        if DENSE:
+            dense = at.to(tl.pointer_type(x.dtype))
+            tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
+        else:
+            y = x.to(tl.float32)
+            lowest = tl.minimum(lowest, y)
+            highest = tl.maximum(highest, y)
+            magnitude += tl.abs(y)
+    if not DENSE:
+        low, high = tl.min(lowest, 0), tl.max(highest, 0)
+        if K4:
+            boosted = channel
+        elif POLICY == "none":
+            boosted = d < 0
+        else:
+            if POLICY == "magnitude":
+                score = tl.sum(magnitude, 0)
+            else:
+                score = tl.load(at_energy + d, mask=channel, other=0.0)
+                if POLICY == "range":
+                    score = score * (high - low)
+            score = tl.where(channel, score, float("-inf"))
+            rank = tl.zeros([D], tl.int32)
+            for block in tl.range(0, D, 16):
+                rival = block + j
+                other = tl.gather(score, rival, 0)[None, :]
+                # Of equals the lower channel wins.
+                ahead = (other > score[:, None]) | ((other == score[:, None]) & (rival[None, :] < d[:, None]))
+                rank += tl.sum(ahead.to(tl.int32), 1)
+            boosted = (rank < num_boosted) & channel
+        levels = tl.where(boosted, 15.0, 3.0)
+        scale, zero = _qparams(_saturated(low), _saturated(high), levels)
+        halves = at.to(tl.pointer_type(tl.float16))
+        tl.store(halves + K_SCALE // 2 + d, scale, mask=channel)
+        tl.store(halves + K_ZERO // 2 + d, zero, mask=channel)
+        zero, inverse = zero.to(tl.float32)[None, :], _inverse(scale)[None, :]
+        low_words = tl.zeros([16, D], tl.int32)
+        high_words = tl.zeros([16, D], tl.int32)
+        for n in tl.range(8):
+            token = (7 - n) * 16 + j
+            x = _tokens(
+                ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM
+            )  # fmt: skip
+            codes = _codes(x, zero, inverse, levels[None, :])
+            low_words = low_words * 4 + (codes & 3)
+            high_words = high_words * 4 + ((codes >> 2) & 3)
+        words = at.to(tl.pointer_type(tl.int16)) + j[:, None] * HEAD_DIM + d[None, :]
+        tl.store(words, low_words.to(tl.int16), mask=channel[None, :])
+        if K4:
+            tl.store(words + K_HIGH // 2, high_words.to(tl.int16), mask=channel[None, :])
+        elif POLICY != "none":
+            place = tl.cumsum(boosted.to(tl.int32), 0) - 1
+            compact = at.to(tl.pointer_type(tl.int16)) + K_HIGH // 2 + j[:, None] * num_boosted + place[None, :]
+            tl.store(compact, high_words.to(tl.int16), mask=boosted[None, :])
+            tl.store(at + K_HIGH + num_boosted * 32 + place, d.to(tl.uint8), mask=boosted)
 
 
 @triton.jit
@@ -138,75 +276,21 @@ def _quantize_kernel(
         return
     page_id = tl.load(page_table + row * table_stride + page).to(tl.int64)
     at = pages + page_id * page_bytes + head * head_bytes
-    t = tl.arange(0, PAGE)
-    d = tl.arange(0, D)
-    j = tl.arange(0, 16)
-    channel = d < HEAD_DIM
-
+    first = page * PAGE
+    slot_head = (slot * num_kv_heads + head) * HEAD_DIM
     if is_value:
-        x = _page_tokens(
-            v_ring, new_values, slot, row, head, page, past_len, num_kv_heads, v_row_stride, v_head_stride,
-            v_token_stride, SINK_LEN, V_RECENT, HAS_NEW, HEAD_DIM, D,
+        _write_values(
+            at, v_ring + slot_head * (V_RECENT + PAGE), new_values + row * v_row_stride + head * v_head_stride,
+            first, past_len, v_token_stride, V_LOW, V_HIGH, V_SCALE, V_ZERO, SINK_LEN, V_RECENT, HAS_NEW, DENSE, V4,
+            HEAD_DIM, D,
         )  # fmt: skip
-        if DENSE:
-            dense = at.to(tl.pointer_type(x.dtype)) + PAGE * HEAD_DIM
-            tl.store(dense + t[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
-        else:
-            levels = 15.0 if V4 else 3.0
-            x = tl.minimum(tl.maximum(x.to(tl.float32), -FP16_MAX), FP16_MAX)
-            low = tl.min(tl.where(channel[None, :], x, float("inf")), 1)
-            high = tl.max(tl.where(channel[None, :], x, float("-inf")), 1)
-            scale, zero = _qparams(low, high, levels)
-            codes = _codes(x, scale[:, None], zero[:, None], levels)
-            halves, words = at.to(tl.pointer_type(tl.float16)), at.to(tl.pointer_type(tl.int16))
-            tl.store(halves + V_SCALE // 2 + t, scale)
-            tl.store(halves + V_ZERO // 2 + t, zero)
-            at_words = words + V_LOW // 2 + d[None, :] * 16 + j[:, None]
-            tl.store(at_words, _words(codes & 3, D), mask=channel[None, :])
-            if V4:
-                tl.store(at_words + (V_HIGH - V_LOW) // 2, _words(codes >> 2, D), mask=channel[None, :])
     else:
-        x = _page_tokens(
-            k_ring, new_keys, slot, row, head, page, past_len, num_kv_heads, k_row_stride, k_head_stride,
-            k_token_stride, SINK_LEN, K_RECENT, HAS_NEW, HEAD_DIM, D,
+        at_energy = energy + row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
+        _write_keys(
+            at, k_ring + slot_head * (K_RECENT + PAGE), new_keys + row * k_row_stride + head * k_head_stride,
+            first, past_len, k_token_stride, at_energy, num_boosted, K_SCALE, K_ZERO, K_HIGH, SINK_LEN, K_RECENT,
+            HAS_NEW, POLICY, DENSE, K4, HEAD_DIM, D,
         )  # fmt: skip
-        if DENSE:
-            dense = at.to(tl.pointer_type(x.dtype))
-            tl.store(dense + t[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
-        else:
-            x = x.to(tl.float32)
-            if K4:
-                boosted = channel
-            elif POLICY == "none":
-                boosted = d < 0
-            else:
-                at_energy = energy + row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
-                if POLICY == "magnitude":
-                    score = tl.sum(tl.abs(x), 0)
-                else:
-                    score = tl.load(at_energy + d, mask=channel, other=0.0)
-                    if POLICY == "range":
-                        score = score * (tl.max(x, 0) - tl.min(x, 0))
-                score = tl.where(channel, score, float("-inf"))
-                # Of equals the lower channel wins.
-                other = tl.reshape(score, (1, D))
-                ahead = (other > score[:, None]) | ((other == score[:, None]) & (d[None, :] < d[:, None]))
-                boosted = (tl.sum(ahead.to(tl.int32), 1) < num_boosted) & channel
-            x = tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
-            levels = tl.where(boosted, 15.0, 3.0)
-            scale, zero = _qparams(tl.min(x, 0), tl.max(x, 0), levels)
-            codes = _codes(x, scale[None, :], zero[None, :], levels[None, :])
-            halves, words = at.to(tl.pointer_type(tl.float16)), at.to(tl.pointer_type(tl.int16))
-            tl.store(halves + K_SCALE // 2 + d, scale, mask=channel)
-            tl.store(halves + K_ZERO // 2 + d, zero, mask=channel)
-            tl.store(words + j[:, None] * HEAD_DIM + d[None, :], _words(codes & 3, D), mask=channel[None, :])
-            if POLICY != "none" or K4:
-                stride = HEAD_DIM if K4 else num_boosted
-                place = tl.cumsum(boosted.to(tl.int32), 0) - 1
-                at_words = words + K_HIGH // 2 + j[:, None] * stride + place[None, :]
-                tl.store(at_words, _words(codes >> 2, D), mask=boosted[None, :])
-                if not K4:
-                    tl.store(at + K_HIGH + num_boosted * 32 + place, d.to(tl.uint8), mask=boosted)
 
 
 def quantize_pages(
@@ -250,7 +334,8 @@ def quantize_pages(
         V4=layout.v_bits == 4,
         HEAD_DIM=layout.head_dim,
         D=triton.next_power_of_2(layout.head_dim),
-        num_warps=8 if layout.head_dim > 64 else 4,
+        num_warps=4,
+        enable_fp_fusion=False,  # bytes equal the reference's: a product is rounded before it is added to
     )  # fmt: skip
 
 
