@@ -46,9 +46,8 @@ class Case:
 
     def head(self, row: int, page: int, head: int) -> bytes:
         """Bytes of one head of a sequence's page."""
-        at = head * self.spec.head_bytes
-        data = self.state.pages[int(self.page_table[row, page])].numpy().tobytes()
-        return data[at : at + self.spec.head_bytes]
+        page_bytes = self.state.pages[int(self.page_table[row, page])].numpy()
+        return self.spec.head_in_page(page_bytes, head, NUM_KV_HEADS).tobytes()
 
 
 def make_case(spec: Spec, windows: Windows, lens: list[int], packed_at: list[int], seed: int) -> Case:
@@ -93,9 +92,7 @@ def make_case(spec: Spec, windows: Windows, lens: list[int], packed_at: list[int
                     for name, (first, end) in spec.spans.items():
                         if name.startswith("v"):
                             data[first:end] = b"\xff" * (end - first)
-                pages[table[row, page], head * spec.head_bytes : (head + 1) * spec.head_bytes] = np.frombuffer(
-                    bytes(data), np.uint8
-                )
+                spec.put_head(pages[table[row, page]], head, NUM_KV_HEADS, bytes(data))
     state.pages = torch.from_numpy(pages)
     return Case(spec, windows, state, table, keys, values)
 

@@ -53,7 +53,24 @@ class Spec:
 
     @property
     def head_bytes(self) -> int:
+        """Planes and ids of one head; in a page the ids of all heads follow the planes of all heads."""
         return sum((size + 15) // 16 * 16 for _, size in self.sizes)
+
+    @property
+    def ids_bytes(self) -> int:
+        return (dict(self.sizes).get("boosted_channels", 0) + 15) // 16 * 16
+
+    def head_in_page(self, page: np.ndarray, head: int, num_heads: int) -> np.ndarray:
+        """One head's bytes, its planes and then its ids."""
+        return page[self._places(head, num_heads)]
+
+    def put_head(self, page: np.ndarray, head: int, num_heads: int, data: bytes) -> None:
+        page[self._places(head, num_heads)] = np.frombuffer(data, np.uint8)
+
+    def _places(self, head: int, num_heads: int) -> np.ndarray:
+        planes = self.head_bytes - self.ids_bytes
+        ids = num_heads * planes + head * self.ids_bytes
+        return np.r_[head * planes : (head + 1) * planes, ids : ids + self.ids_bytes]
 
 
 def affine(x: np.ndarray, levels: int) -> tuple[np.float16, np.float16, list[int]]:

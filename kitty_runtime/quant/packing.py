@@ -1,7 +1,7 @@
 """The page format: bit order, byte offsets, packing and unpacking. The only owner of all of these.
 
 A page holds the keys and values of 128 tokens of one layer. Per KV head, one after another, each plane on a
-16-byte boundary:
+16-byte boundary (32 bytes, the unit of a GPU's memory, for all common shapes):
 
     k_low    uint16 [16][head_dim]          bits 2i, 2i+1 of word j: low two bits of token 16 i + j
     v_low    uint16 [head_dim][16]          the same bit order along a value's tokens
@@ -9,9 +9,13 @@ A page holds the keys and values of 128 tokens of one layer. Per KV head, one af
     k_scale, k_zero_point   fp16 [head_dim]
     v_scale, v_zero_point   fp16 [128]
     k_high   uint16 [16][num_boosted]       the high two bits of the boosted channels, the order of k_low
+
+and after all heads, for each of them,
+
     boosted_channels        uint8 [num_boosted], ascending; absent when all channels are boosted (4-bit keys)
 
-What depends on num_boosted comes last: kernels know all other offsets when they are compiled.
+What depends on num_boosted comes last in a head: kernels know all other offsets when they are compiled. The ids, 16
+bytes of most heads, stand apart so that the planes of the next head do not straddle units of memory.
 
 At 16 bits a page is instead ``keys [128][head_dim]`` then ``values [128][head_dim]`` in the model's dtype.
 
@@ -109,24 +113,33 @@ class PageLayout:
                 "v_scale": 2 * PAGE_SIZE,
                 "v_zero_point": 2 * PAGE_SIZE,
                 "k_high": self.num_boosted * plane,
-                "boosted_channels": self.num_boosted if self.has_ids else 0,
             }
         fields, offset = {}, 0
         for name, size in sizes.items():
             fields[name] = (offset, size)
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            offset += _aligned(size)
         return fields
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes of one page and KV head, padding included."""
+        """Bytes of one page and KV head, padding included, without the ids of boosted channels."""
         offset, size = list(self._fields.values())[-1]
-        return -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+        return _aligned(offset + size)
 
     @property
+    def ids_bytes(self) -> int:
+        """Bytes of the ids of one KV head's boosted channels, padding included."""
+        return _aligned(self.num_boosted) if self.has_ids else 0
+
+    @property
+    def ids_offset(self) -> int:
+        """Byte offset within a page of the first head's ids."""
+        return self.num_kv_heads * self.head_bytes
+
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page of this layer, all its KV heads."""
-        return self.num_kv_heads * self.head_bytes
+        return self.num_kv_heads * (self.head_bytes + self.ids_bytes)
 
     @property
     def dense_page_bytes(self) -> int:
@@ -140,7 +153,7 @@ class PageLayout:
     def _view(self, pages: Tensor, field: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """`field` of uint8 pages ``[num_pages, page_bytes]`` as ``[num_pages, num_kv_heads, *shape]``, no copy."""
         offset, size = self._fields[field]
-        heads = pages.view(pages.shape[0], self.num_kv_heads, self.head_bytes)
+        heads = pages[:, : self.ids_offset].view(pages.shape[0], self.num_kv_heads, self.head_bytes)
         field_bytes = heads[..., offset : offset + size].view(dtype)
         return field_bytes.view(*heads.shape[:2], *shape)
 
@@ -165,10 +178,13 @@ class PageLayout:
                 self._view(pages, "v_scale", half, (PAGE_SIZE, 1)),
                 self._view(pages, "v_zero_point", half, (PAGE_SIZE, 1)),
             ),
-            boosted_channels=self._view(pages, "boosted_channels", torch.uint8, (self.num_boosted,))
-            if self.has_ids
-            else empty.to(torch.uint8),
+            boosted_channels=self._ids(pages) if self.has_ids else empty.to(torch.uint8),
         )
+
+    def _ids(self, pages: Tensor) -> Tensor:
+        """Ids of the boosted channels, ``[num_pages, num_kv_heads, num_boosted]``, no copy."""
+        ids = pages[:, self.ids_offset :].view(pages.shape[0], self.num_kv_heads, self.ids_bytes)
+        return ids[..., : self.num_boosted]
 
     def dense_keys(self, pages: Tensor) -> Tensor:
         """Keys of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
@@ -177,6 +193,10 @@ class PageLayout:
     def dense_values(self, pages: Tensor) -> Tensor:
         """Values of 16-bit pages as a view ``[num_pages, num_kv_heads, 128, head_dim]``."""
         return self._view(pages, "values", self.dtype, (PAGE_SIZE, self.head_dim))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def pack_tokens(codes: Tensor, dim: int) -> Tensor:

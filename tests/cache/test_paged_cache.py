@@ -125,7 +125,7 @@ def check_pages(cache: PagedCache, row: int, tokens: Stream, config: CacheConfig
                 fields = encode_keys(spec, keys.numpy(), channels[head])
                 if page < v_pages:
                     fields |= encode_values(spec, values.numpy())
-            data = state.pages[page_id, head * spec.head_bytes : (head + 1) * spec.head_bytes].numpy().tobytes()
+            data = spec.head_in_page(state.pages[page_id].numpy(), head, HEADS).tobytes()
             for name, expected in fields.items():
                 assert data[slice(*spec.spans[name])] == expected, (page, head, name)
     return k_pages, v_pages

@@ -25,7 +25,23 @@ KITTY = Windows(6, 0, 128)
 RECENT = Windows(5, 9, 9)
 NO_SINK = Windows(0, 0, 128)
 
+HEAD_DIMS = [32, 64, 80, 96, 128, 256]
+GROUPS = [1, 2, 3, 4, 5, 7, 8, 16]
+
 UNPACKED = ("k_sink", "v_sink", "k_ring", "v_ring")
+
+
+def label(value: object) -> str | None:
+    """Short ids of parametrized tests."""
+    match value:
+        case Spec() | PageLayout():
+            return f"d{value.head_dim}k{value.k_bits}v{value.v_bits}b{value.num_boosted}"
+        case Windows():
+            return f"w{value.sink_len}-{value.k_recent_len}-{value.v_recent_len}"
+        case torch.dtype():
+            return str(value).removeprefix("torch.")
+    return None
+
 
 Operand = TypeVar("Operand", LayerState, Batch, LayerBoost)
 
@@ -122,6 +138,34 @@ def random_batch(windows: Windows, past: list[int], new: list[int], num_slots: i
         seq_lens=torch.tensor(total, dtype=torch.int32),
         max_new_pages=max(b - a for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True)),
     )
+
+
+def random_tokens(layout: PageLayout, batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+    """A pass's keys and values, on the CPU: keys as projections leave them, heads innermost but one; NaN as padding."""
+    generator = torch.Generator().manual_seed(seed)
+    new_lens = (batch.seq_lens - batch.past_lens).tolist()
+    longest = max(1, *new_lens)
+    keys = torch.randn(len(new_lens), longest, layout.num_kv_heads, layout.head_dim, generator=generator)
+    keys = keys.to(layout.dtype).transpose(1, 2)
+    values = torch.randn(keys.shape, generator=generator).to(layout.dtype)
+    for row, n in enumerate(new_lens):
+        keys[row, :, n:] = POISON
+        values[row, :, n:] = POISON
+    return keys, values
+
+
+def without_stale_slots(state: LayerState, batch: Batch, stored: Tensor) -> LayerState:
+    """Poison in slots of other sequences and where no token lies when each sequence has `stored` ones."""
+    state = with_tensors(state, torch.clone)
+    for name in ("k_sink", "v_sink"):
+        getattr(state, name).fill_(POISON)  # pages begin past the sink
+    for ring in (state.k_ring, state.v_ring):
+        kept = torch.full_like(ring, POISON)
+        for slot, length in zip(batch.slots.tolist(), stored.tolist(), strict=True):
+            n = max(0, length - state.windows.sink_len)
+            kept[slot, :, :n] = ring[slot, :, :n]
+        ring.copy_(kept)
+    return state
 
 
 def needs_gpu_memory(gib: int) -> None:

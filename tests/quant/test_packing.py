@@ -51,7 +51,7 @@ def test_every_word_survives():
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 def test_bytes_of_the_paper_setting(head_dim, num_bytes, num_kv_heads):
     layout = PageLayout(num_kv_heads, head_dim, 2, 2, head_dim // 8)
-    assert layout.head_bytes == num_bytes
+    assert layout.head_bytes + layout.ids_bytes == num_bytes
     assert layout.page_bytes == num_kv_heads * num_bytes
     assert layout.dense_page_bytes == num_kv_heads * 128 * head_dim * 4
 
@@ -62,11 +62,16 @@ def test_every_setting_has_the_bytes_of_the_formula(head_dim, k_bits, ratio, v_b
     boosted = int(ratio * head_dim)
     layout = PageLayout(2, head_dim, k_bits, v_bits, boosted)
     spec = Spec(head_dim, k_bits, v_bits, boosted)
-    assert layout.head_bytes == spec.head_bytes
+    assert layout.head_bytes == spec.head_bytes - spec.ids_bytes
     assert layout.page_bytes == 2 * spec.head_bytes
+    assert layout.ids_offset == 2 * layout.head_bytes
     assert layout.head_bytes % 16 == 0
+    assert layout.head_bytes % 32 == 0
     taken: set[int] = set()
     for name, (first, end) in spec.spans.items():
+        if name == "boosted_channels":
+            assert first == layout.head_bytes
+            continue
         assert layout.offset(name) == first
         assert first % 16 == 0
         span = set(range(first, end))
@@ -109,7 +114,11 @@ def test_views_write_their_own_bytes_and_no_others(head_dim, k_bits, ratio, v_bi
         view[1, 1] = -1 if view.dtype.is_signed else 255
         written = pages.nonzero()
         assert set(written[:, 0].tolist()) == {1}
-        at = written[:, 1] - layout.head_bytes
+        if name == "boosted_channels":
+            first, end = (layout.ids_offset + layout.ids_bytes + x - layout.head_bytes for x in (first, end))
+            at = written[:, 1]
+        else:
+            at = written[:, 1] - layout.head_bytes
         assert int(at.min()) >= first
         assert int(at.max()) < end
         assert len(at) >= (end - first) // 2  # -1.0 in fp16 has one zero byte

@@ -167,6 +167,8 @@ def _split_kernel(
     num_kv_heads,
     page_bytes,
     head_bytes,
+    ids_at,
+    ids_bytes,
     num_boosted,
     scale,
     softcap,
@@ -221,6 +223,7 @@ def _split_kernel(
 
     table = page_table + seq.to(tl.int64) * table_stride
     head_at = head.to(tl.int64) * head_bytes
+    head_ids = ids_at + head * ids_bytes
     acc = tl.zeros([D, GROUP], tl.float32)
     denom = tl.zeros([WORDS, GROUP], tl.float32)
     # Unpacked tokens: 16-bit pages, then sink and ring.
@@ -253,7 +256,9 @@ def _split_kernel(
             k_base = tl.where(k_in_page, k_page, k_base)
             v_base = tl.where(v_in_page, k_page + PAGE * HEAD_DIM, v_base)
             k_row = tl.where(k_in_page, in_page, k_row)
-            v_row = tl.where(v_in_page, in_page, tl.where(k_in_page, _ring_rows(tile * TILE, j, V_RECENT + PAGE), v_row))
+            v_row = tl.where(
+                v_in_page, in_page, tl.where(k_in_page, _ring_rows(tile * TILE, j, V_RECENT + PAGE), v_row)
+            )
         k = tl.load(
             k_base + k_row[:, None] * HEAD_DIM + d[None, :], mask=stored[:, None] & channel[None, :], other=0.0
         ).to(OPERAND)
@@ -281,9 +286,10 @@ def _split_kernel(
         b = tl.arange(0, BOOSTED if BOOSTED > 0 else 16)
         if V_RECENT > K_RECENT:
             if (k_pages > v_pages) & (begin <= v_pages) & (v_pages < end):
-                at = pages + tl.load(table + v_pages).to(tl.int64) * page_bytes + head_at
+                page_at = pages + tl.load(table + v_pages).to(tl.int64) * page_bytes
+                at = page_at + head_at
                 s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
-                    at, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
+                    at, page_at + head_ids, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
                     num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
                 )  # fmt: skip
                 new_top = tl.maximum(top, tl.max(_highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
@@ -321,9 +327,10 @@ def _split_kernel(
         acc = acc * (16 / CODE_UNIT)
         denom = denom * 16
         for page in tl.range(begin, tl.minimum(end, v_pages), num_stages=STAGES):
-            at = pages + tl.load(table + page).to(tl.int64) * page_bytes + head_at
+            page_at = pages + tl.load(table + page).to(tl.int64) * page_bytes
+            at = page_at + head_at
             s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
-                at, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
+                at, page_at + head_ids, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
                 num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
             )  # fmt: skip
             v_words = tl.load(
@@ -373,6 +380,7 @@ def _split_kernel(
 @triton.jit
 def _logits(
     at,
+    ids_at,
     q_at,
     q16,
     ones_d,
@@ -414,12 +422,7 @@ def _logits(
         s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(k_high, operand * 4, s0, s1, s2, s3, s4, s5, s6, s7, ASM)
     elif BOOSTED > 0:
         real = b < num_boosted
-        ids = (
-            tl.load(
-                (at + K_HIGH + num_boosted * (2 * WORDS)).to(tl.pointer_type(tl.int32)) + b // 4, mask=real, other=0
-            )
-            >> (b % 4 * 8)
-        ) & 255
+        ids = (tl.load(ids_at.to(tl.pointer_type(tl.int32)) + b // 4, mask=real, other=0) >> (b % 4 * 8)) & 255
         k_high = tl.load(words + K_HIGH // 2 + j[:, None] * num_boosted + b[None, :], mask=real[None, :], other=0)
         b_scale = tl.load(halves + K_SCALE // 2 + ids, mask=real, other=0.0).to(tl.float32) * (4.0 * q_scale)
         b_query = tl.load(
@@ -543,15 +546,16 @@ def _combine_kernel(
     SINK_LEN: tl.constexpr,
     K_RECENT: tl.constexpr,
     V_RECENT: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per sequence and query head: joins the partial softmaxes of its splits."""
+    """One program per sequence, query head and block of channels: joins the partial softmaxes of its splits."""
     seq = tl.program_id(0)
     q_head = tl.program_id(1)
     row, shares = _shares(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
     share = tl.sum(tl.where(row == seq, shares, 0), 0)
     before = tl.sum(tl.where(row < seq, shares, 0), 0)
-    d = tl.arange(0, D)
+    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CHUNK)
     first = (q_head // GROUP_SIZE * max_splits + before).to(tl.int64) * GROUP_SIZE + q_head % GROUP_SIZE
     top = float("-inf")
@@ -559,7 +563,7 @@ def _combine_kernel(
     if HAS_SINK_LOGITS:
         top = tl.load(sink_logits + q_head).to(tl.float32) * LOG2E
         denom = 1.0
-    acc = tl.zeros([D], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, share, CHUNK):
         at = first + (start + c) * GROUP_SIZE
         real = start + c < share
@@ -616,6 +620,7 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         query.contiguous(), state.pages, batch.page_table, batch.seq_lens, batch.slots,
         state.k_sink, state.v_sink, state.k_ring, state.v_ring, partial_out, partial_stats,
         num_seqs, batch.page_table.stride(0), target, layout.num_kv_heads, layout.page_bytes, layout.head_bytes,
+        layout.ids_offset, layout.ids_bytes,
         boosted, softmax.scale, softmax.softcap or 0.0,
         V_LOW=at("v_low"), V_HIGH=at("v_high"), K_SCALE=at("k_scale"), K_ZERO=at("k_zero_point"),
         V_SCALE=at("v_scale"), V_ZERO=at("v_zero_point"), K_HIGH=at("k_high"),
@@ -630,12 +635,16 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         num_warps=1 if head_dim <= 128 else 2,
         **spans,
     )  # fmt: skip
-    _combine_kernel[(num_seqs, num_q_heads)](
+    # Few sequences have many splits each: their channels are shared out so that no program reads for long.
+    block = spans["D"] if num_seqs * num_q_heads >= 256 else min(spans["D"], 32)
+    chunk = min(8192 // block, triton.next_power_of_2(target // num_seqs + 1))
+    _combine_kernel[(num_seqs, num_q_heads, triton.cdiv(head_dim, block))](
         partial_out, partial_stats, batch.seq_lens, softmax.sink_logits, out,
         num_seqs, target, max_splits, layout.num_kv_heads,
         HAS_SINK_LOGITS=softmax.sink_logits is not None,
-        CHUNK=min(64, triton.next_power_of_2(target // num_seqs + 1)),
-        num_warps=1 if INTERPRET else 4,
+        BLOCK=block,
+        CHUNK=chunk,
+        num_warps=1 if chunk * block <= 1024 else 4,
         **spans,
     )  # fmt: skip
     return out

@@ -62,15 +62,11 @@ def _tokens(
     HEAD_DIM: tl.constexpr,
 ):
     """Tokens at `offset` past the sink, [16, D], from the ring and, past what is stored, from the pass."""
-    stored = SINK_LEN + offset < past_len
-    at_ring = ring + (offset % (RECENT + PAGE))[:, None] * HEAD_DIM + d[None, :]
+    row = ring + offset % (RECENT + PAGE) * HEAD_DIM
     if HAS_NEW:
         index = tl.maximum(SINK_LEN + offset - past_len, 0).to(tl.int64)
-        at_new = new + index[:, None] * token_stride + d[None, :]
-        old = tl.load(at_ring, mask=stored[:, None] & channel[None, :], other=0.0)
-        return tl.where(stored[:, None], old, tl.load(at_new, mask=(~stored)[:, None] & channel[None, :], other=0.0))
-    else:
-        return tl.load(at_ring, mask=channel[None, :], other=0.0)
+        row = tl.where(SINK_LEN + offset < past_len, row, new + index * token_stride)
+    return tl.load(row[:, None] + d[None, :], mask=channel[None, :], other=0.0)
 
 
 @triton.jit
@@ -105,7 +101,7 @@ def _write_values(
     low_words = tl.zeros([16, D], tl.int32)
     high_words = tl.zeros([16, D], tl.int32)
     halves = at.to(tl.pointer_type(tl.float16))
-    for n in tl.range(8):
+    for n in tl.range(8, num_stages=3):
         token = (7 - n) * 16 + j
         x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
         if DENSE:
@@ -140,6 +136,7 @@ def _write_keys(
     past_len,
     token_stride,
     at_energy,
+    at_ids,
     num_boosted,
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
@@ -160,7 +157,7 @@ def _write_keys(
     lowest = tl.full([16, D], float("inf"), tl.float32)
     highest = tl.full([16, D], float("-inf"), tl.float32)
     magnitude = tl.zeros([16, D], tl.float32)
-    for i in tl.range(8):
+    for i in tl.range(8, num_stages=3):
         token = i * 16 + j
         x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
         if DENSE:
@@ -201,7 +198,7 @@ def _write_keys(
         zero, inverse = zero.to(tl.float32)[None, :], _inverse(scale)[None, :]
         low_words = tl.zeros([16, D], tl.int32)
         high_words = tl.zeros([16, D], tl.int32)
-        for n in tl.range(8):
+        for n in tl.range(8, num_stages=3):
             token = (7 - n) * 16 + j
             x = _tokens(
                 ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM
@@ -217,7 +214,7 @@ def _write_keys(
             place = tl.cumsum(boosted.to(tl.int32), 0) - 1
             compact = at.to(tl.pointer_type(tl.int16)) + K_HIGH // 2 + j[:, None] * num_boosted + place[None, :]
             tl.store(compact, high_words.to(tl.int16), mask=boosted[None, :])
-            tl.store(at + K_HIGH + num_boosted * 32 + place, d.to(tl.uint8), mask=boosted)
+            tl.store(at_ids + place, d.to(tl.uint8), mask=boosted)
 
 
 @triton.jit
@@ -235,6 +232,8 @@ def _quantize_kernel(
     table_stride,
     page_bytes,
     head_bytes,
+    ids_at,
+    ids_bytes,
     num_kv_heads,
     num_boosted,
     k_row_stride,
@@ -275,7 +274,8 @@ def _quantize_kernel(
     if page >= tl.maximum(seq_len - SINK_LEN - recent, 0) // PAGE:
         return
     page_id = tl.load(page_table + row * table_stride + page).to(tl.int64)
-    at = pages + page_id * page_bytes + head * head_bytes
+    page_at = pages + page_id * page_bytes
+    at = page_at + head * head_bytes
     first = page * PAGE
     slot_head = (slot * num_kv_heads + head) * HEAD_DIM
     if is_value:
@@ -286,10 +286,11 @@ def _quantize_kernel(
         )  # fmt: skip
     else:
         at_energy = energy + row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
+        at_ids = page_at + ids_at + head * ids_bytes
         _write_keys(
             at, k_ring + slot_head * (K_RECENT + PAGE), new_keys + row * k_row_stride + head * k_head_stride,
-            first, past_len, k_token_stride, at_energy, num_boosted, K_SCALE, K_ZERO, K_HIGH, SINK_LEN, K_RECENT,
-            HAS_NEW, POLICY, DENSE, K4, HEAD_DIM, D,
+            first, past_len, k_token_stride, at_energy, at_ids, num_boosted, K_SCALE, K_ZERO, K_HIGH, SINK_LEN,
+            K_RECENT, HAS_NEW, POLICY, DENSE, K4, HEAD_DIM, D,
         )  # fmt: skip
 
 
@@ -321,7 +322,8 @@ def quantize_pages(
     _quantize_kernel[(batch.max_new_pages, layout.num_kv_heads, 2 * num_seqs)](
         state.pages, batch.page_table, batch.slots, batch.past_lens, batch.seq_lens,
         state.k_ring, state.v_ring, *new, scores,
-        batch.page_table.stride(0), layout.page_bytes, layout.head_bytes, layout.num_kv_heads, layout.num_boosted,
+        batch.page_table.stride(0), layout.page_bytes, layout.head_bytes,
+        layout.ids_offset, layout.ids_bytes, layout.num_kv_heads, layout.num_boosted,
         *new[0].stride()[:3], *new[1].stride()[:3], *strides,
         **offsets,
         SINK_LEN=windows.sink_len,
