@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -51,15 +50,17 @@ def backend_of(device_type: str, dtype: torch.dtype) -> Backend:
 
 def _why_not_triton(device_type: str, dtype: torch.dtype, interpreted: bool) -> str:
     """Empty if the kernels can run."""
-    if not _has_triton():
-        return "the package triton is not installed"
     if device_type != "cuda" and not (interpreted and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"the cache is on {device_type}"
     if dtype not in KERNEL_DTYPES:
         return f"the kernels take fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}"
-    return ""
+    return "" if _has_triton() else "the package triton is not installed"
 
 
 @functools.cache
 def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

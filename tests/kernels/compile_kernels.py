@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from kernel_case import BF16, F16, copy_to, random_batch, random_state, random_tokens
+from kernel_case import BF16, F16, random_batch, random_state, random_tokens
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -125,7 +125,7 @@ CASES = {
 
 def main(case: str, capability: int) -> None:
     recorded = record(*CASES[case])
-    print(json.dumps({name: compile_launch(launch, capability) for name, launch in recorded.items()}))
+    sys.stdout.write(json.dumps({name: compile_launch(launch, capability) for name, launch in recorded.items()}))
 
 
 if __name__ == "__main__":

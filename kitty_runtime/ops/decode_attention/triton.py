@@ -18,125 +18,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitty_runtime.ops.decode_attention.triton_shares import MIXED_UNITS, PAGE, TILE, shares_of, units_of
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
-
-WORDS = tl.constexpr(16)
-TILE = tl.constexpr(16)
-"""Unpacked tokens per unit of work."""
-PAGE = tl.constexpr(128)
-MIXED_UNITS = tl.constexpr(4)
-"""Work of the page whose keys are packed and whose values are not, in units."""
-LOG2E = tl.constexpr(1.4426950408889634)
-CODE_UNIT = tl.constexpr(16777216.0)
-"""2**24: a masked code is the fp16 subnormal code * 4**i * 2**-24."""
-
-
-@triton.jit
-def _codes(words, i: tl.constexpr, ASM: tl.constexpr):
-    """Bits 2i, 2i+1 of uint16 words as fp16 ``code * 4**(i % 5) * 2**-24``; two words per instruction."""
-    if ASM:
-        if i == 0:
-            body: tl.constexpr = "and.b32 $0, $1, 0x00030003;"
-        elif i == 1:
-            body: tl.constexpr = "and.b32 $0, $1, 0x000c000c;"
-        elif i == 2:
-            body: tl.constexpr = "and.b32 $0, $1, 0x00300030;"
-        elif i == 3:
-            body: tl.constexpr = "and.b32 $0, $1, 0x00c000c0;"
-        elif i == 4:
-            body: tl.constexpr = "and.b32 $0, $1, 0x03000300;"
-        elif i == 5:
-            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x00030003;}"
-        elif i == 6:
-            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x000c000c;}"
-        else:
-            body: tl.constexpr = "{.reg .b32 t; shr.b32 t, $1, 10; and.b32 $0, t, 0x00300030;}"
-        return tl.inline_asm_elementwise(body, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    else:
-        if i >= 5:
-            words = words >> 10
-        return (words & (3 << (2 * (i % 5)))).to(tl.uint16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _as_operand(weights, GROUP: tl.constexpr, ASM: tl.constexpr):
-    """[16, GROUP] 16-bit weights, a product's result, placed where the next product wants its right operand."""
-    if ASM:
-        # Transposes each 8 x 8 block across the warp: the thread then holds what the operand layout asks of it.
-        blocks = tl.inline_asm_elementwise(
-            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
-            "=r,r",
-            [weights],
-            dtype=weights.dtype,
-            is_pure=True,
-            pack=2,
-        )
-        blocks = tl.permute(tl.reshape(blocks, (2, 8, GROUP // 8, 8)), (0, 3, 2, 1))
-        return tl.reshape(blocks, (16, GROUP))
-    else:
-        return weights
-
-
-@triton.jit
-def _lanes(vector):
-    """[128] to eight [16]; lane i holds tokens 16 i .. 16 i + 15."""
-    lanes = tl.permute(tl.reshape(vector, (2, 2, 2, 16)), (3, 0, 1, 2))
-    even, odd = tl.split(lanes)
-    v04, v26 = tl.split(even)
-    v15, v37 = tl.split(odd)
-    v0, v4 = tl.split(v04)
-    v2, v6 = tl.split(v26)
-    v1, v5 = tl.split(v15)
-    v3, v7 = tl.split(v37)
-    return v0, v1, v2, v3, v4, v5, v6, v7
-
-
-@triton.jit
-def _add_dots(words, operand, s0, s1, s2, s3, s4, s5, s6, s7, ASM: tl.constexpr):
-    """Add ``codes_i @ operand`` to each lane's sums."""
-    s0 = tl.dot(_codes(words, 0, ASM), operand, s0)
-    s1 = tl.dot(_codes(words, 1, ASM), operand, s1)
-    s2 = tl.dot(_codes(words, 2, ASM), operand, s2)
-    s3 = tl.dot(_codes(words, 3, ASM), operand, s3)
-    s4 = tl.dot(_codes(words, 4, ASM), operand, s4)
-    s5 = tl.dot(_codes(words, 5, ASM), operand, s5)
-    s6 = tl.dot(_codes(words, 6, ASM), operand, s6)
-    s7 = tl.dot(_codes(words, 7, ASM), operand, s7)
-    return s0, s1, s2, s3, s4, s5, s6, s7
-
-
-@triton.jit
-def _units(length, SINK_LEN: tl.constexpr, K_RECENT: tl.constexpr, V_RECENT: tl.constexpr, DENSE: tl.constexpr):
-    """Work of a sequence, and where it lies: packed pages of keys and values, tiles of sink and ring."""
-    past_sink = length - 1 - SINK_LEN
-    k_pages = tl.maximum(past_sink - K_RECENT, 0) // PAGE
-    v_pages = tl.maximum(past_sink - V_RECENT, 0) // PAGE
-    sink_tiles = tl.cdiv(tl.minimum(length, SINK_LEN), TILE)
-    ring_tiles = tl.cdiv(tl.maximum(length - SINK_LEN - k_pages * PAGE, 0), TILE)
-    tail = sink_tiles + ring_tiles
-    units = tail + (k_pages * (PAGE // TILE) if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS)
-    return units, k_pages, v_pages, sink_tiles
-
-
-@triton.jit
-def _shares(
-    seq_lens,
-    num_seqs,
-    target,
-    SEQS: tl.constexpr,
-    SINK_LEN: tl.constexpr,
-    K_RECENT: tl.constexpr,
-    V_RECENT: tl.constexpr,
-    DENSE: tl.constexpr,
-):
-    """How many programs each sequence gets, [SEQS]: its share of `target`, one at least."""
-    row = tl.arange(0, SEQS)
-    lengths = tl.load(seq_lens + row, mask=row < num_seqs, other=1)
-    units, _, _, _ = _units(lengths, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    units = tl.where(row < num_seqs, units, 0)
-    shares = units * target // tl.sum(units, 0)
-    shares = tl.minimum(tl.maximum(shares, 1), tl.maximum(units, 1))
-    return row, tl.where(row < num_seqs, shares, 0)
+from kitty_runtime.ops.triton_pages import (
+    CODE_UNIT,
+    LOG2E,
+    WORDS,
+    add_rows,
+    add_values,
+    as_operand,
+    capped,
+    highest,
+    lanes,
+    page_logits,
+    page_weights,
+)
 
 
 @triton.jit
@@ -198,7 +94,7 @@ def _split_kernel(
 ):
     head = tl.program_id(0)  # fastest: programs without work come last, when all others run
     split = tl.program_id(1)
-    row, shares = _shares(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    row, shares = shares_of(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
     seq = tl.sum((tl.cumsum(shares, 0) <= split).to(tl.int32), 0)
     if seq >= num_seqs:
         return
@@ -206,7 +102,7 @@ def _split_kernel(
     part = split - tl.sum(tl.where(row < seq, shares, 0), 0)
     length = tl.load(seq_lens + seq)
     slot = tl.load(slots + seq).to(tl.int64)
-    units, k_pages, v_pages, sink_tiles = _units(length, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    units, k_pages, v_pages, sink_tiles = units_of(length, SINK_LEN, K_RECENT, V_RECENT, DENSE)
     begin = part * units // share
     end = (part + 1) * units // share
 
@@ -267,12 +163,12 @@ def _split_kernel(
         ).to(OPERAND)
         s = tl.dot(k, q_dense) * q_scale
         if SOFTCAP:
-            s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(s) + 1.0))
+            s = capped(s, softcap)
         s = tl.where(stored[:, None], s, float("-inf"))
         new_top = tl.maximum(top, tl.max(s, 0))
         fade = tl.exp2(top - new_top)
         top = new_top
-        w = _as_operand(tl.exp2(s - top[None, :]).to(OPERAND), GROUP, ASM)
+        w = as_operand(tl.exp2(s - top[None, :]).to(OPERAND), GROUP, ASM)
         acc = tl.dot(v, w, acc * fade[None, :])
         denom = tl.dot(tile_one, w, denom * fade[None, :])
 
@@ -288,15 +184,15 @@ def _split_kernel(
             if (k_pages > v_pages) & (begin <= v_pages) & (v_pages < end):
                 page_at = pages + tl.load(table + v_pages).to(tl.int64) * page_bytes
                 at = page_at + head_at
-                s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
+                s0, s1, s2, s3, s4, s5, s6, s7, z = page_logits(
                     at, page_at + head_ids, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
                     num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
                 )  # fmt: skip
-                new_top = tl.maximum(top, tl.max(_highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
+                new_top = tl.maximum(top, tl.max(highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
                 fade = tl.exp2(top - new_top)
                 top = new_top
                 acc = acc * fade[None, :]
-                w0, w1, w2, w3, w4, w5, w6, w7 = _weights(
+                w0, w1, w2, w3, w4, w5, w6, w7 = page_weights(
                     s0, s1, s2, s3, s4, s5, s6, s7, z - top[None, :], False, GROUP, SOFTCAP, OPERAND, ASM
                 )
                 row_one = tl.full([WORDS, WORDS], 1.0, OPERAND)
@@ -329,7 +225,7 @@ def _split_kernel(
         for page in tl.range(begin, tl.minimum(end, v_pages), num_stages=STAGES):
             page_at = pages + tl.load(table + page).to(tl.int64) * page_bytes
             at = page_at + head_at
-            s0, s1, s2, s3, s4, s5, s6, s7, z = _logits(
+            s0, s1, s2, s3, s4, s5, s6, s7, z = page_logits(
                 at, page_at + head_ids, q_at, q16, ones_d, zeros, j, d, g, b, channel, K_HIGH, K_SCALE, K_ZERO,
                 num_boosted, q_scale, GROUP_SIZE, HEAD_DIM, BOOSTED, K4, SOFTCAP, softcap, ASM,
             )  # fmt: skip
@@ -340,33 +236,33 @@ def _split_kernel(
             )
             v_scale = tl.load((at + V_SCALE).to(tl.pointer_type(tl.float16)) + t)
             v_zero = tl.load((at + V_ZERO).to(tl.pointer_type(tl.float16)) + t)
-            new_top = tl.maximum(top, tl.max(_highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
+            new_top = tl.maximum(top, tl.max(highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP) + z, 0))
             fade = tl.exp2(top - new_top)
             top = new_top
             acc = acc * fade[None, :]
             denom = denom * fade[None, :]
             offsets = offsets * fade[None, :]
             # 2**4 * 4**-i: the weights undo the codes' 4**i, and stay clear of fp16's subnormals and of its largest.
-            w0, w1, w2, w3, w4, w5, w6, w7 = _weights(
+            w0, w1, w2, w3, w4, w5, w6, w7 = page_weights(
                 s0, s1, s2, s3, s4, s5, s6, s7, z - top[None, :], True, GROUP, SOFTCAP, tl.float16, ASM
             )
-            denom = _add_rows(one, w0, w1, w2, w3, w4, w5, w6, w7, denom)
-            y0, y1, y2, y3, y4, y5, y6, y7 = _lanes(v_zero)
-            offsets = _add_rows(
+            denom = add_rows(one, w0, w1, w2, w3, w4, w5, w6, w7, denom)
+            y0, y1, y2, y3, y4, y5, y6, y7 = lanes(v_zero)
+            offsets = add_rows(
                 one, w0 * y0[:, None], w1 * y1[:, None], w2 * y2[:, None], w3 * y3[:, None], w4 * y4[:, None],
                 w5 * y5[:, None], w6 * y6[:, None], w7 * y7[:, None], offsets,
             )  # fmt: skip
-            y0, y1, y2, y3, y4, y5, y6, y7 = _lanes(v_scale)
+            y0, y1, y2, y3, y4, y5, y6, y7 = lanes(v_scale)
             w0, w1, w2, w3 = w0 * y0[:, None], w1 * y1[:, None], w2 * y2[:, None], w3 * y3[:, None]
             w4, w5, w6, w7 = w4 * y4[:, None], w5 * y5[:, None], w6 * y6[:, None], w7 * y7[:, None]
-            acc = _add_values(v_words, w0, w1, w2, w3, w4, w5, w6, w7, acc, ASM)
+            acc = add_values(v_words, w0, w1, w2, w3, w4, w5, w6, w7, acc, ASM)
             if V4:
                 v_words = tl.load(
                     (at + V_HIGH).to(tl.pointer_type(tl.uint16)) + d[:, None] * WORDS + j[None, :],
                     mask=channel[:, None],
                     other=0,
                 )
-                acc = _add_values(v_words, w0 * 4, w1 * 4, w2 * 4, w3 * 4, w4 * 4, w5 * 4, w6 * 4, w7 * 4, acc, ASM)
+                acc = add_values(v_words, w0 * 4, w1 * 4, w2 * 4, w3 * 4, w4 * 4, w5 * 4, w6 * 4, w7 * 4, acc, ASM)
         denom = denom * 0.0625
         acc = acc * (CODE_UNIT / 16) + tl.max(offsets, 0)[None, :] * 0.0625
 
@@ -375,155 +271,6 @@ def _split_kernel(
     tl.store(partial_out + (at_part + g[None, :]) * HEAD_DIM + d[:, None], acc, mask=in_query)
     tl.store(partial_stats + (at_part + g) * 2, top, mask=kept)
     tl.store(partial_stats + (at_part + g) * 2 + 1, tl.max(denom, 0), mask=kept)
-
-
-@triton.jit
-def _logits(
-    at,
-    ids_at,
-    q_at,
-    q16,
-    ones_d,
-    zeros,
-    j,
-    d,
-    g,
-    b,
-    channel,
-    K_HIGH: tl.constexpr,
-    K_SCALE: tl.constexpr,
-    K_ZERO: tl.constexpr,
-    num_boosted,
-    q_scale,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BOOSTED: tl.constexpr,
-    K4: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    softcap,
-    ASM: tl.constexpr,
-):
-    """Sums of a page's keys, lane by lane, each [16, GROUP], and what the zero points add.
-
-    Lane i is in units of 4**(i % 5) * 2**-24; with a softcap the lanes are finished logits.
-    """
-    halves = at.to(tl.pointer_type(tl.float16))
-    words = at.to(tl.pointer_type(tl.uint16))
-    k_words = tl.load(words + j[:, None] * HEAD_DIM + d[None, :], mask=channel[None, :], other=0)
-    k_scale = tl.load(halves + K_SCALE // 2 + d, mask=channel, other=0.0)
-    k_zero = tl.load(halves + K_ZERO // 2 + d, mask=channel, other=0.0)
-    operand = q16 * k_scale[:, None]
-    z = tl.dot(ones_d, q16 * k_zero[:, None])
-    s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(
-        k_words, operand, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ASM
-    )
-    if K4:
-        k_high = tl.load(words + K_HIGH // 2 + j[:, None] * HEAD_DIM + d[None, :], mask=channel[None, :], other=0)
-        s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(k_high, operand * 4, s0, s1, s2, s3, s4, s5, s6, s7, ASM)
-    elif BOOSTED > 0:
-        real = b < num_boosted
-        ids = (tl.load(ids_at.to(tl.pointer_type(tl.int32)) + b // 4, mask=real, other=0) >> (b % 4 * 8)) & 255
-        k_high = tl.load(words + K_HIGH // 2 + j[:, None] * num_boosted + b[None, :], mask=real[None, :], other=0)
-        b_scale = tl.load(halves + K_SCALE // 2 + ids, mask=real, other=0.0).to(tl.float32) * (4.0 * q_scale)
-        b_query = tl.load(
-            q_at + g[None, :] * HEAD_DIM + ids[:, None], mask=real[:, None] & (g[None, :] < GROUP_SIZE), other=0.0
-        ).to(tl.float32)
-        b_operand = (b_query * b_scale[:, None]).to(tl.float16)
-        s0, s1, s2, s3, s4, s5, s6, s7 = _add_dots(k_high, b_operand, s0, s1, s2, s3, s4, s5, s6, s7, ASM)
-    if SOFTCAP:
-        s0 = _capped(s0 * CODE_UNIT + z, softcap)
-        s1 = _capped(s1 * (CODE_UNIT / 4) + z, softcap)
-        s2 = _capped(s2 * (CODE_UNIT / 16) + z, softcap)
-        s3 = _capped(s3 * (CODE_UNIT / 64) + z, softcap)
-        s4 = _capped(s4 * (CODE_UNIT / 256) + z, softcap)
-        s5 = _capped(s5 * CODE_UNIT + z, softcap)
-        s6 = _capped(s6 * (CODE_UNIT / 4) + z, softcap)
-        s7 = _capped(s7 * (CODE_UNIT / 16) + z, softcap)
-        z = zeros
-    return s0, s1, s2, s3, s4, s5, s6, s7, z
-
-
-@triton.jit
-def _capped(x, softcap):
-    """``softcap * tanh(y / softcap)`` in units of log2(e), of ``x = y * 2 log2(e) / softcap``."""
-    return (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp2(x) + 1.0))
-
-
-@triton.jit
-def _highest(s0, s1, s2, s3, s4, s5, s6, s7, SOFTCAP: tl.constexpr):
-    """Largest of the lanes' logits, zero points left out."""
-    s05, s16, s27 = tl.maximum(s0, s5), tl.maximum(s1, s6), tl.maximum(s2, s7)
-    if not SOFTCAP:
-        s05, s16, s27 = s05 * CODE_UNIT, s16 * (CODE_UNIT / 4), s27 * (CODE_UNIT / 16)
-        s3, s4 = s3 * (CODE_UNIT / 64), s4 * (CODE_UNIT / 256)
-    return tl.maximum(tl.maximum(tl.maximum(s05, s16), s27), tl.maximum(s3, s4))
-
-
-@triton.jit
-def _weights(
-    s0,
-    s1,
-    s2,
-    s3,
-    s4,
-    s5,
-    s6,
-    s7,
-    shift,
-    FOR_CODES: tl.constexpr,
-    GROUP: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    OPERAND: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """``exp2`` of the shifted logits as operands; for codes times 2**4 * 4**-(i % 5)."""
-    C: tl.constexpr = 1.0 if SOFTCAP else CODE_UNIT
-    # With a softcap the lanes are finished logits, all in one unit.
-    R: tl.constexpr = 1.0 if SOFTCAP else 0.25
-    w0 = tl.exp2(s0 * C + (shift + (4 if FOR_CODES else 0)))
-    w1 = tl.exp2(s1 * (C * R) + (shift + (2 if FOR_CODES else 0)))
-    w2 = tl.exp2(s2 * (C * R * R) + shift)
-    w3 = tl.exp2(s3 * (C * R * R * R) + (shift - (2 if FOR_CODES else 0)))
-    w4 = tl.exp2(s4 * (C * R * R * R * R) + (shift - (4 if FOR_CODES else 0)))
-    w5 = tl.exp2(s5 * C + (shift + (4 if FOR_CODES else 0)))
-    w6 = tl.exp2(s6 * (C * R) + (shift + (2 if FOR_CODES else 0)))
-    w7 = tl.exp2(s7 * (C * R * R) + shift)
-    return (
-        _as_operand(w0.to(OPERAND), GROUP, ASM),
-        _as_operand(w1.to(OPERAND), GROUP, ASM),
-        _as_operand(w2.to(OPERAND), GROUP, ASM),
-        _as_operand(w3.to(OPERAND), GROUP, ASM),
-        _as_operand(w4.to(OPERAND), GROUP, ASM),
-        _as_operand(w5.to(OPERAND), GROUP, ASM),
-        _as_operand(w6.to(OPERAND), GROUP, ASM),
-        _as_operand(w7.to(OPERAND), GROUP, ASM),
-    )
-
-
-@triton.jit
-def _add_rows(one, w0, w1, w2, w3, w4, w5, w6, w7, sums):
-    """Add the sum over tokens of all lanes' weights to every row of `sums`; lane i weighs 4**(i % 5)."""
-    sums = tl.dot(one, w0, sums)
-    sums = tl.dot(one * 4, w1, sums)
-    sums = tl.dot(one * 16, w2, sums)
-    sums = tl.dot(one * 64, w3, sums)
-    sums = tl.dot(one * 256, w4, sums)
-    sums = tl.dot(one, w5, sums)
-    sums = tl.dot(one * 4, w6, sums)
-    return tl.dot(one * 16, w7, sums)
-
-
-@triton.jit
-def _add_values(words, w0, w1, w2, w3, w4, w5, w6, w7, acc, ASM: tl.constexpr):
-    """Add ``codes_i @ weights_i`` over the lanes of a value plane [D, 16]."""
-    acc = tl.dot(_codes(words, 0, ASM), w0, acc)
-    acc = tl.dot(_codes(words, 1, ASM), w1, acc)
-    acc = tl.dot(_codes(words, 2, ASM), w2, acc)
-    acc = tl.dot(_codes(words, 3, ASM), w3, acc)
-    acc = tl.dot(_codes(words, 4, ASM), w4, acc)
-    acc = tl.dot(_codes(words, 5, ASM), w5, acc)
-    acc = tl.dot(_codes(words, 6, ASM), w6, acc)
-    return tl.dot(_codes(words, 7, ASM), w7, acc)
 
 
 @triton.jit
@@ -552,7 +299,7 @@ def _combine_kernel(
     """One program per sequence, query head and block of channels: joins the partial softmaxes of its splits."""
     seq = tl.program_id(0)
     q_head = tl.program_id(1)
-    row, shares = _shares(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    row, shares = shares_of(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
     share = tl.sum(tl.where(row == seq, shares, 0), 0)
     before = tl.sum(tl.where(row < seq, shares, 0), 0)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

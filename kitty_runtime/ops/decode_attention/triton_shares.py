@@ -1,0 +1,46 @@
+"""How decode attention shares its work out among programs, computed on the device from the lengths."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE = tl.constexpr(16)
+"""Unpacked tokens per unit of work."""
+PAGE = tl.constexpr(128)
+MIXED_UNITS = tl.constexpr(4)
+"""Work of the page whose keys are packed and whose values are not, in units."""
+
+
+@triton.jit
+def units_of(length, SINK_LEN: tl.constexpr, K_RECENT: tl.constexpr, V_RECENT: tl.constexpr, DENSE: tl.constexpr):
+    """Work of a sequence, and where it lies: packed pages of keys and values, tiles of sink and ring."""
+    past_sink = length - 1 - SINK_LEN
+    k_pages = tl.maximum(past_sink - K_RECENT, 0) // PAGE
+    v_pages = tl.maximum(past_sink - V_RECENT, 0) // PAGE
+    sink_tiles = tl.cdiv(tl.minimum(length, SINK_LEN), TILE)
+    ring_tiles = tl.cdiv(tl.maximum(length - SINK_LEN - k_pages * PAGE, 0), TILE)
+    tail = sink_tiles + ring_tiles
+    units = tail + (k_pages * (PAGE // TILE) if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS)
+    return units, k_pages, v_pages, sink_tiles
+
+
+@triton.jit
+def shares_of(
+    seq_lens,
+    num_seqs,
+    target,
+    SEQS: tl.constexpr,
+    SINK_LEN: tl.constexpr,
+    K_RECENT: tl.constexpr,
+    V_RECENT: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    """How many programs each sequence gets, [SEQS]: its share of `target`, one at least."""
+    row = tl.arange(0, SEQS)
+    lengths = tl.load(seq_lens + row, mask=row < num_seqs, other=1)
+    units, _, _, _ = units_of(lengths, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    units = tl.where(row < num_seqs, units, 0)
+    shares = units * target // tl.sum(units, 0)
+    shares = tl.minimum(tl.maximum(shares, 1), tl.maximum(units, 1))
+    return row, tl.where(row < num_seqs, shares, 0)
