@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,7 @@ def layer_table(profile: BoostProfile, boost_ratio: float) -> Table:
         "layer",
         *(f"KL at {level:.3g}" for level in profile.boost_levels),
         f"boosted of {head_dim}",
-        title="Each layer alone at 2 bits: KL in nats, by share of boosted channels",
+        title="Each layer alone at 2 bits: KL in nats, by share of boosted channels (-: negligible)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
@@ -95,12 +95,17 @@ def layer_table(profile: BoostProfile, boost_ratio: float) -> Table:
         column.justify = "right"
     least = by_kl[max(_MOST, len(by_kl) - _MOST) :]
     for index in by_kl[:_MOST]:
-        table.add_row(str(index), *(f"{kl:.2e}" for kl in profile.layers[index].kl), str(budgets[index]))
+        table.add_row(str(index), *_kl_cells(profile.layers[index].kl), str(budgets[index]))
     if len(by_kl) > 2 * _MOST:
         table.add_row("...", *("" for _ in profile.boost_levels), "")
     for index in least:
-        table.add_row(str(index), *(f"{kl:.2e}" for kl in profile.layers[index].kl), str(budgets[index]))
+        table.add_row(str(index), *_kl_cells(profile.layers[index].kl), str(budgets[index]))
     return table
+
+
+def _kl_cells(kls: Sequence[float]) -> list[str]:
+    """A dash where a layer was negligible already and its last value stands for what was not measured."""
+    return ["-" if i and kl == kls[i - 1] else f"{kl:.2e}" for i, kl in enumerate(kls)]
 
 
 def heatmap(profile: BoostProfile) -> list[str]:

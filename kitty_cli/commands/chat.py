@@ -146,7 +146,8 @@ def _open(
         profile, name = _profile_for(loaded, geometry, given, profile_path)
     elif given is not None:
         output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
-    output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {backend()}")
+    runs = backend(loaded.device.type, loaded.dtype)
+    output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {runs}")
     output.note(f"cache: {describe(config)}")
     output.note(f"profile: {name}")
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import platform
+from typing import TYPE_CHECKING
 
 from kitty_cli import options, output
 from kitty_runtime.version import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "transformers", "triton", "safetensors", "datasets", "accelerate", "gguf", "typer", "rich")
 
@@ -30,13 +34,18 @@ def version_lines() -> list[str]:
     return [f"kitty {__version__}", rest, f"backend: {backend()}"]
 
 
-def backend() -> str:
-    """Which operations run here; a CUDA device still runs the reference operations in this version."""
+def backend(device_type: str | None = None, dtype: torch.dtype | None = None) -> str:
+    """Which operations run on a model's device and dtype; left out, on this machine's best."""
     import torch
 
-    if torch.cuda.is_available():
-        return f"torch reference on {torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
-    return "torch reference on CPU"
+    from kitty_runtime.ops.backend import backend_of
+
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = backend_of(device_type, dtype or torch.float16) == "triton"
+    where = "CPU"
+    if device_type == "cuda":
+        where = f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda})"
+    return f"{'Triton kernels' if kernels else 'torch reference'} on {where}"
 
 
 def env(as_json: options.Json = False) -> None:

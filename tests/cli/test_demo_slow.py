@@ -21,7 +21,7 @@ from kitty_runtime.profiles import BoostProfile, load_profile
 from kitty_runtime.texts import held_out_text, source_text, tokenize, windows_of
 
 pytestmark = pytest.mark.slow
-NUM_TOKENS = 2048
+NUM_WINDOWS, NUM_TOKENS = 3, 2048
 
 
 @pytest.fixture(autouse=True)
@@ -49,26 +49,27 @@ class Uniform(BoostProfile):
 
 @pytest.mark.parametrize(("text", "uniform_limit"), [(held_out_text, 0.70), (source_text, 0.80)])
 def test_profile_halves_the_divergence(demo, text, uniform_limit):
-    """At 12.5 % and the bytes of `kitty`: its windows with the profile's energies alone; then the default preset,
-    whose windows hold as many vectors, with layer budgets."""
+    """At 12.5 % and the bytes of `kitty`: its windows with the profile's energies alone, then with layer budgets; and
+    the default preset, whose windows hold as many vectors, with layer budgets."""
     model, tokenizer = demo
     profile = load_profile(shipped_profiles_dir() / f"{DEMO_NAME}.safetensors")
-    kitty, default = preset("kitty"), preset(DEFAULT_PRESET)
+    kitty, weighted, default = preset("kitty"), replace(preset("kitty"), policy="weighted"), preset(DEFAULT_PRESET)
     methods = {
         "kitty": Method(kitty),
-        "uniform": Method(
-            replace(kitty, policy="weighted"), Uniform(profile.layers, profile.boost_levels, profile.provenance)
-        ),
+        "uniform": Method(weighted, Uniform(profile.layers, profile.boost_levels, profile.provenance)),
+        "budgets": Method(weighted, profile),
         "default": Method(default, profile),
     }
     layers = layers_of(model.config)
     sizes = {name: sequence_bytes(layers, m.config, 160 + 128 * 20, m.profile).total for name, m in methods.items()}
     assert sizes["uniform"] == sizes["kitty"]
+    assert sizes["budgets"] <= sizes["kitty"]
     assert sizes["default"] <= sizes["kitty"]
-    windows = windows_of(text(), tokenize(text(), tokenizer), 1, NUM_TOKENS)
+    windows = windows_of(text(), tokenize(text(), tokenizer), NUM_WINDOWS, NUM_TOKENS)
     kl = {name: divergence.kl for name, divergence in measure_divergence(model, windows, methods).items()}
     assert kl["kitty"] > 0.01
     assert kl["uniform"] <= uniform_limit * kl["kitty"], kl
+    assert kl["budgets"] <= 0.50 * kl["kitty"], kl
     assert kl["default"] <= 0.50 * kl["kitty"], kl
 
 

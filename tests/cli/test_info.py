@@ -135,7 +135,7 @@ def test_a_profile_and_where_it_comes_from(call):
     document = call("info", SHIPPED, "--json").json()
     assert document["schema_version"] == 1
     assert document["provenance"]["model"] == "SmolLM2-135M-Instruct"
-    assert document["boost_levels"] == [0.0, 0.125, 0.25, 0.5]
+    assert document["boost_levels"] == [0.0, 0.0625, 0.125, 0.25, 0.5]
     assert len(document["layers"]) == 30
     assert sum(layer["num_boosted"] for layer in document["layers"]) <= 30 * 8
     done = call("info", SHIPPED)

@@ -42,7 +42,7 @@ def test_document(call, model_dir, words, path):
     assert document["schema_version"] == 1
     assert (document["model"], document["path"], document["metric"]) == ("tiny-llama", str(path), "query")
     assert (document["num_layers"], document["num_kv_heads"], document["head_dim"]) == (2, 2, 32)
-    assert (document["boost_ratio"], document["boost_levels"]) == (0.125, [0, 0.125, 0.25, 0.5])
+    assert (document["boost_ratio"], document["boost_levels"]) == (0.125, [0, 0.0625, 0.125, 0.25, 0.5])
     assert document["held_out"] is None
     budgets = written.budgets(0.125)
     assert document["layers"] == [
@@ -58,7 +58,7 @@ def test_provenance_repeats_the_file(call, model_dir, words, path):
     arguments = ("--data", rows, "--data-column", "body", "--seed", "3", *SMALL)
     assert call("profile", model_dir, *arguments, "-o", path).code == 0
     provenance = load_profile(path).provenance
-    assert (provenance.num_tokens, provenance.kl_tokens, provenance.seed) == (512, 512, 3)
+    assert (provenance.num_tokens, provenance.kl_tokens, provenance.seed) == (512, 1024, 3)
     assert (provenance.data, provenance.metric, provenance.model) == ("rows.jsonl", "query", "tiny-llama")
     kitty, *command = provenance.command.split()
     assert kitty == "kitty"
@@ -150,7 +150,7 @@ def never_loads(monkeypatch):
         (["--max-seq-length", "300"], 2, "Windows of 300 tokens are too short"),
         (["--data", "none.jsonl"], 1, "There is no file none.jsonl"),
         (["--data", "./none"], 1, "There is no file ./none"),
-        (["--num-samples", "1000"], 1, "1001 x 1024 are needed"),
+        (["--num-samples", "1000"], 1, "1002 x 1024 are needed"),
         (["--output", "/dev/null/below"], 1, "/dev/null/below cannot be written"),
         (["--output", ""], 1, "is a folder"),
         (["--output", "/tmp"], 1, "/tmp is a folder"),
@@ -166,7 +166,7 @@ def test_refused_before_weights_load(refused, model_dir, flags, code, said):
     [
         (b"", "holds no text"),
         (b"caf\xe9", "is not UTF-8 text (byte 3)"),
-        (b"too short", "2 tokens, 2 x 512 are needed"),
+        (b"too short", "2 tokens, 3 x 512 are needed"),
     ],
 )
 def test_text_that_is_refused(refused, model_dir, tmp_path, content, said):

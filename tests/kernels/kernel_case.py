@@ -60,9 +60,10 @@ def same(a: LayerState, b: LayerState) -> list[str]:
     """Tensors of two states that differ in a byte, by name; [] if none do."""
 
     def bits(x: Tensor) -> Tensor:
-        return x.cpu().contiguous().view(torch.uint8)
+        return x.contiguous().view(torch.uint8)
 
-    return [name for name in ("pages", *UNPACKED) if not torch.equal(bits(getattr(a, name)), bits(getattr(b, name)))]
+    pairs = {name: (getattr(a, name), getattr(b, name)) for name in ("pages", *UNPACKED)}
+    return [name for name, (x, y) in pairs.items() if not torch.equal(bits(x), bits(y.to(x.device)))]
 
 
 def poisoned_case(

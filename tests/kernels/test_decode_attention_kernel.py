@@ -152,7 +152,7 @@ def test_no_pages_and_no_columns_for_them(spec):
 
 @pytest.mark.parametrize(
     ("spec", "programs", "lens"),
-    [(SMALL, 1, [1, 600, 33]), (SMALL, 30, [1, 600, 7, 140, 33]), (DENSE, 20, [2, 280, 20])],
+    [(SMALL, 1, [1, 420, 33]), (SMALL, 20, [1, 420, 7, 33]), (DENSE, 20, [2, 280, 20])],
     ids=label,
 )
 def test_rows_of_very_different_lengths_on_cards_of_any_size(spec, programs, lens, monkeypatch):
