@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitty_runtime.ops.decode_attention.triton_shares import MIXED_UNITS, PAGE, TILE, shares_of, units_of
+from kitty_runtime.ops.decode_attention.triton_combine import combine_kernel
+from kitty_runtime.ops.decode_attention.triton_shares import (
+    MIXED_UNITS,
+    PAGE,
+    TILE,
+    all_units,
+    first_unit,
+    units_of,
+)
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.triton_pages import (
     CODE_UNIT,
@@ -45,7 +53,13 @@ def _ring_rows(offset, j, RING: tl.constexpr):
 
 
 @triton.jit
-def _split_kernel(
+def _attend(
+    seq,
+    head,
+    part,
+    begin,
+    end,
+    max_parts,
     query,
     pages,
     page_table,
@@ -57,9 +71,7 @@ def _split_kernel(
     v_ring,
     partial_out,
     partial_stats,
-    num_seqs,
     table_stride,
-    target,
     num_kv_heads,
     page_bytes,
     head_bytes,
@@ -75,7 +87,6 @@ def _split_kernel(
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
     K_HIGH: tl.constexpr,
-    SEQS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -92,19 +103,11 @@ def _split_kernel(
     ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    head = tl.program_id(0)  # fastest: programs without work come last, when all others run
-    split = tl.program_id(1)
-    row, shares = shares_of(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    seq = tl.sum((tl.cumsum(shares, 0) <= split).to(tl.int32), 0)
-    if seq >= num_seqs:
-        return
-    share = tl.sum(tl.where(row == seq, shares, 0), 0)
-    part = split - tl.sum(tl.where(row < seq, shares, 0), 0)
+    """Units begin..end-1 of one sequence and KV head to a partial softmax: sums, highest logit, denominator."""
     length = tl.load(seq_lens + seq)
     slot = tl.load(slots + seq).to(tl.int64)
     units, k_pages, v_pages, sink_tiles = units_of(length, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    begin = part * units // share
-    end = (part + 1) * units // share
+    end = tl.minimum(end, units)
 
     g = tl.arange(0, GROUP)
     d = tl.arange(0, D)
@@ -117,7 +120,7 @@ def _split_kernel(
     q_scale = scale * (2.0 * LOG2E) / softcap if SOFTCAP else scale * LOG2E
     top = tl.full([GROUP], float("-inf"), tl.float32)
 
-    table = page_table + seq.to(tl.int64) * table_stride
+    table = page_table + seq * table_stride
     head_at = head.to(tl.int64) * head_bytes
     head_ids = ids_at + head * ids_bytes
     acc = tl.zeros([D, GROUP], tl.float32)
@@ -125,9 +128,9 @@ def _split_kernel(
     # Unpacked tokens: 16-bit pages, then sink and ring.
     q_dense = q.to(OPERAND)
     tile_one = tl.full([TILE, TILE], 1.0, OPERAND)
-    first = 0 if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS
+    packed_units = 0 if DENSE else v_pages + (k_pages - v_pages) * MIXED_UNITS
     slot_head = slot * num_kv_heads + head
-    for tile in tl.range(tl.maximum(begin - first, 0), end - first, num_stages=STAGES if DENSE else 3):
+    for tile in tl.range(tl.maximum(begin - packed_units, 0), end - packed_units, num_stages=STAGES if DENSE else 3):
         tail = tile - k_pages * (PAGE // TILE) if DENSE else tile
         in_sink = tail < sink_tiles
         recent = k_pages * PAGE + (tail - sink_tiles) * TILE
@@ -267,70 +270,81 @@ def _split_kernel(
         acc = acc * (CODE_UNIT / 16) + tl.max(offsets, 0)[None, :] * 0.0625
 
     kept = g < GROUP_SIZE
-    at_part = (head * tl.num_programs(1) + split).to(tl.int64) * GROUP_SIZE
+    at_part = (head.to(tl.int64) * max_parts + part) * GROUP_SIZE
     tl.store(partial_out + (at_part + g[None, :]) * HEAD_DIM + d[:, None], acc, mask=in_query)
     tl.store(partial_stats + (at_part + g) * 2, top, mask=kept)
     tl.store(partial_stats + (at_part + g) * 2 + 1, tl.max(denom, 0), mask=kept)
 
 
 @triton.jit
-def _combine_kernel(
+def _split_kernel(
+    query,
+    pages,
+    page_table,
+    seq_lens,
+    slots,
+    k_sink,
+    v_sink,
+    k_ring,
+    v_ring,
     partial_out,
     partial_stats,
-    seq_lens,
-    sink_logits,
-    out,
     num_seqs,
+    table_stride,
     target,
-    max_splits,
+    max_parts,
     num_kv_heads,
+    page_bytes,
+    head_bytes,
+    ids_at,
+    ids_bytes,
+    num_boosted,
+    scale,
+    softcap,
+    V_LOW: tl.constexpr,
+    V_HIGH: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    K_HIGH: tl.constexpr,
     SEQS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    HAS_SINK_LOGITS: tl.constexpr,
+    BOOSTED: tl.constexpr,
     DENSE: tl.constexpr,
+    K4: tl.constexpr,
+    V4: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SINK_LEN: tl.constexpr,
     K_RECENT: tl.constexpr,
     V_RECENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program per sequence, query head and block of channels: joins the partial softmaxes of its splits."""
-    seq = tl.program_id(0)
-    q_head = tl.program_id(1)
-    row, shares = shares_of(seq_lens, num_seqs, target, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    share = tl.sum(tl.where(row == seq, shares, 0), 0)
-    before = tl.sum(tl.where(row < seq, shares, 0), 0)
-    d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    c = tl.arange(0, CHUNK)
-    first = (q_head // GROUP_SIZE * max_splits + before).to(tl.int64) * GROUP_SIZE + q_head % GROUP_SIZE
-    top = float("-inf")
-    denom = 0.0
-    if HAS_SINK_LOGITS:
-        top = tl.load(sink_logits + q_head).to(tl.float32) * LOG2E
-        denom = 1.0
-    acc = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, share, CHUNK):
-        at = first + (start + c) * GROUP_SIZE
-        real = start + c < share
-        tops = tl.load(partial_stats + at * 2, mask=real, other=float("-inf"))
-        sums = tl.load(partial_stats + at * 2 + 1, mask=real, other=0.0)
-        parts = tl.load(
-            partial_out + at[:, None] * HEAD_DIM + d[None, :], mask=real[:, None] & (d[None, :] < HEAD_DIM), other=0.0
-        )
-        new_top = tl.maximum(top, tl.max(tops, 0))
-        weight = tl.exp2(tops - new_top)
-        fade = tl.exp2(top - new_top)
-        acc = acc * fade + tl.sum(parts * weight[:, None], 0)
-        denom = denom * fade + tl.sum(sums * weight, 0)
-        top = new_top
-    result = acc / denom
-    tl.store(
-        out + (seq * num_kv_heads * GROUP_SIZE + q_head) * HEAD_DIM + d,
-        result.to(out.dtype.element_ty),
-        mask=d < HEAD_DIM,
-    )
+    """One program per KV head and share of the work; see triton_shares."""
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    row, units = all_units(seq_lens, num_seqs, SEQS, SINK_LEN, K_RECENT, V_RECENT, DENSE)
+    total = tl.sum(units, 0)
+    programs = tl.minimum(target, total)
+    if split >= programs:
+        return
+    lo, hi = first_unit(split, total, programs), first_unit(split + 1, total, programs)
+    stops = tl.cumsum(units, 0)
+    first, last = tl.sum((stops <= lo).to(tl.int32), 0), tl.sum((stops < hi).to(tl.int32), 0)
+    for seq in tl.range(first, last + 1, num_stages=1):
+        before = tl.sum(tl.where(row < seq, units, 0), 0)
+        _attend(
+            seq, head, split + seq, tl.maximum(lo - before, 0), hi - before, max_parts, query, pages, page_table,
+            seq_lens, slots, k_sink, v_sink, k_ring, v_ring, partial_out, partial_stats, table_stride, num_kv_heads,
+            page_bytes, head_bytes, ids_at, ids_bytes, num_boosted, scale, softcap, V_LOW, V_HIGH, K_SCALE, K_ZERO,
+            V_SCALE, V_ZERO, K_HIGH, GROUP_SIZE, GROUP, HEAD_DIM, D, BOOSTED, DENSE, K4, V4, SOFTCAP, SINK_LEN,
+            K_RECENT, V_RECENT, OPERAND, ASM, STAGES,
+        )  # fmt: skip
 
 
 def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: SoftmaxSpec) -> Tensor:
@@ -338,14 +352,15 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
     layout, windows = state.layout, state.windows
     num_seqs, num_q_heads, head_dim = query.shape
     group_size = num_q_heads // layout.num_kv_heads
-    target = _programs(query.device) // layout.num_kv_heads + 1
-    max_splits = target + num_seqs
+    num_warps = 1 if head_dim <= 128 else 2
+    target = max(1, _warps(query.device) // num_warps // layout.num_kv_heads)
+    max_parts = target + num_seqs
     out = torch.empty_like(query)
     partial_out = torch.empty(
-        (layout.num_kv_heads, max_splits, group_size, head_dim), dtype=torch.float32, device=query.device
+        (layout.num_kv_heads, max_parts, group_size, head_dim), dtype=torch.float32, device=query.device
     )
     partial_stats = torch.empty(
-        (layout.num_kv_heads, max_splits, group_size, 2), dtype=torch.float32, device=query.device
+        (layout.num_kv_heads, max_parts, group_size, 2), dtype=torch.float32, device=query.device
     )
     seqs = triton.next_power_of_2(num_seqs)
     spans = {
@@ -363,11 +378,11 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         return 0 if layout.dense else layout.offset(field)
 
     boosted = layout.num_boosted if layout.has_ids else 0
-    _split_kernel[(layout.num_kv_heads, max_splits)](
+    _split_kernel[(layout.num_kv_heads, target)](
         query.contiguous(), state.pages, batch.page_table, batch.seq_lens, batch.slots,
         state.k_sink, state.v_sink, state.k_ring, state.v_ring, partial_out, partial_stats,
-        num_seqs, batch.page_table.stride(0), target, layout.num_kv_heads, layout.page_bytes, layout.head_bytes,
-        layout.ids_offset, layout.ids_bytes,
+        num_seqs, batch.page_table.stride(0), target, max_parts, layout.num_kv_heads,
+        layout.page_bytes, layout.head_bytes, layout.ids_offset, layout.ids_bytes,
         boosted, softmax.scale, softmax.softcap or 0.0,
         V_LOW=at("v_low"), V_HIGH=at("v_high"), K_SCALE=at("k_scale"), K_ZERO=at("k_zero_point"),
         V_SCALE=at("v_scale"), V_ZERO=at("v_zero_point"), K_HIGH=at("k_high"),
@@ -379,15 +394,15 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         OPERAND=OPERANDS[query.dtype],
         ASM=not INTERPRET,
         STAGES=5,
-        num_warps=1 if head_dim <= 128 else 2,
+        num_warps=num_warps,
         **spans,
     )  # fmt: skip
     # Few sequences have many splits each: their channels are shared out so that no program reads for long.
     block = spans["D"] if num_seqs * num_q_heads >= 256 else min(spans["D"], 32)
     chunk = min(8192 // block, triton.next_power_of_2(target // num_seqs + 1))
-    _combine_kernel[(num_seqs, num_q_heads, triton.cdiv(head_dim, block))](
+    combine_kernel[(num_seqs, num_q_heads, triton.cdiv(head_dim, block))](
         partial_out, partial_stats, batch.seq_lens, softmax.sink_logits, out,
-        num_seqs, target, max_splits, layout.num_kv_heads,
+        num_seqs, target, max_parts, layout.num_kv_heads,
         HAS_SINK_LOGITS=softmax.sink_logits is not None,
         BLOCK=block,
         CHUNK=chunk,
@@ -402,8 +417,8 @@ INTERPRET = triton.knobs.runtime.interpret
 OPERANDS = {torch.float16: tl.float16, torch.bfloat16: tl.float32 if INTERPRET else tl.bfloat16}
 
 
-def _programs(device: torch.device) -> int:
-    """Programs that run on the device at once."""
+def _warps(device: torch.device) -> int:
+    """Warps of the split kernel that run on the device at once: its registers let each scheduler hold two."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count * 8

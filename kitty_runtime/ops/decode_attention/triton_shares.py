@@ -1,4 +1,8 @@
-"""How decode attention shares its work out among programs, computed on the device from the lengths."""
+"""How decode attention shares its work out among programs, computed on the device from the lengths.
+
+The units of all sequences stand in a row and every program takes an equal stretch, which may end in one sequence and
+begin in the next: no program has more to do than another, whatever the lengths.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,29 @@ def units_of(length, SINK_LEN: tl.constexpr, K_RECENT: tl.constexpr, V_RECENT: t
 
 
 @triton.jit
-def shares_of(
+def all_units(
     seq_lens,
     num_seqs,
-    target,
     SEQS: tl.constexpr,
     SINK_LEN: tl.constexpr,
     K_RECENT: tl.constexpr,
     V_RECENT: tl.constexpr,
     DENSE: tl.constexpr,
 ):
-    """How many programs each sequence gets, [SEQS]: its share of `target`, one at least."""
+    """Sequence numbers and the work of each, [SEQS]; zero where there is no sequence."""
     row = tl.arange(0, SEQS)
     lengths = tl.load(seq_lens + row, mask=row < num_seqs, other=1)
     units, _, _, _ = units_of(lengths, SINK_LEN, K_RECENT, V_RECENT, DENSE)
-    units = tl.where(row < num_seqs, units, 0)
-    shares = units * target // tl.sum(units, 0)
-    shares = tl.minimum(tl.maximum(shares, 1), tl.maximum(units, 1))
-    return row, tl.where(row < num_seqs, shares, 0)
+    return row, tl.where(row < num_seqs, units, 0)
+
+
+@triton.jit
+def first_unit(program, total, programs):
+    """Where a program's share of `total` units begins; all shares are equal to within one unit."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)
+
+
+@triton.jit
+def program_of(unit, total, programs):
+    """Which program's share a unit is in: the inverse of `first_unit`."""
+    return (((unit + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
