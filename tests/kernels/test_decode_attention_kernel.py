@@ -157,13 +157,13 @@ def test_no_pages_and_no_columns_for_them(spec):
 )
 def test_rows_of_very_different_lengths_on_cards_of_any_size(spec, programs, lens, monkeypatch):
     """From one program per sequence to one per unit of work."""
-    monkeypatch.setattr(kernel, "_programs", lambda device: programs)
+    monkeypatch.setattr(kernel, "_warps", lambda device: programs)
     check(spec, KITTY, lens)
 
 
 def test_one_sequence_in_more_splits_than_are_combined_at_once(monkeypatch):
     """One in some 18 splits next to one in one."""
-    monkeypatch.setattr(kernel, "_programs", lambda device: 36)
+    monkeypatch.setattr(kernel, "_warps", lambda device: 36)
     check(SMALL, Windows(32, 300, 300), [300, 1], group=1, learned_sinks=True)
 
 

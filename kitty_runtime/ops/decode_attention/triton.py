@@ -132,7 +132,7 @@ def _attend(
     slot_head = slot * num_kv_heads + head
     for tile in tl.range(tl.maximum(begin - packed_units, 0), end - packed_units, num_stages=STAGES if DENSE else 3):
         tail = tile - k_pages * (PAGE // TILE) if DENSE else tile
-        in_sink = tail < sink_tiles
+        in_sink = (tail >= 0) & (tail < sink_tiles)
         recent = k_pages * PAGE + (tail - sink_tiles) * TILE
         first = tl.where(in_sink, tail * TILE, SINK_LEN + recent)
         stored = first + j < tl.where(in_sink, tl.minimum(length, SINK_LEN), length)
