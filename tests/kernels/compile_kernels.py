@@ -58,7 +58,7 @@ RECORDERS = {
     (module, name): Recorder(getattr(module, name))
     for module, name in (
         (decode, "_split_kernel"),
-        (decode, "_combine_kernel"),
+        (decode, "combine_kernel"),
         (quantize, "_quantize_kernel"),
         (store, "_store_kernel"),
     )

@@ -22,7 +22,7 @@ def resources(case: str, capability: int) -> dict[str, dict[str, int]]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"_split_kernel", "_combine_kernel", "_quantize_kernel", "_store_kernel"}
+    assert set(found) == {"_split_kernel", "combine_kernel", "_quantize_kernel", "_store_kernel"}
     return found
 
 
@@ -30,7 +30,7 @@ def resources(case: str, capability: int) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("case", ["SmolLM2-135M", "Llama-3.1-8B"])
 def test_decode_spills_nothing(case, capability):
     found = resources(case, capability)
-    for kernel in ("_split_kernel", "_combine_kernel"):
+    for kernel in ("_split_kernel", "combine_kernel"):
         assert (found[kernel]["STACK"], found[kernel]["LOCAL"]) == (0, 0), (kernel, found[kernel])
 
 

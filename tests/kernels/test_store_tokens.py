@@ -49,7 +49,7 @@ def test_every_head_size(head_dim, dtype):
 @pytest.mark.parametrize("windows", [KITTY, RECENT, NO_SINK, Windows(0, 0, 0), Windows(20, 0, 0)], ids=label)
 def test_a_pass_longer_than_the_rings(windows):
     """Of the tokens that share a slot only the newest may be written."""
-    check(windows, [0, 50], [300, 261])
+    check(windows, [50], [290])
 
 
 @pytest.mark.parametrize("windows", [KITTY, RECENT, NO_SINK], ids=label)

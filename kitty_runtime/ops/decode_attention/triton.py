@@ -132,10 +132,10 @@ def _attend(
     slot_head = slot * num_kv_heads + head
     for tile in tl.range(tl.maximum(begin - packed_units, 0), end - packed_units, num_stages=STAGES if DENSE else 3):
         tail = tile - k_pages * (PAGE // TILE) if DENSE else tile
-        in_sink = (tail >= 0) & (tail < sink_tiles)
+        in_sink = tail < sink_tiles
         recent = k_pages * PAGE + (tail - sink_tiles) * TILE
         first = tl.where(in_sink, tail * TILE, SINK_LEN + recent)
-        stored = first + j < tl.where(in_sink, tl.minimum(length, SINK_LEN), length)
+        stop = tl.where(in_sink, tl.minimum(length, SINK_LEN), length)
         k_base = k_ring + slot_head * (K_RECENT + PAGE) * HEAD_DIM
         v_base = v_ring + slot_head * (V_RECENT + PAGE) * HEAD_DIM
         k_row = _ring_rows(recent, j, K_RECENT + PAGE)
@@ -150,14 +150,19 @@ def _attend(
             v_in_page = tile < v_pages * (PAGE // TILE)
             page = tl.load(table + tile // (PAGE // TILE), mask=k_in_page, other=0).to(tl.int64)
             k_page = (pages + page * page_bytes + head_at).to(k_ring.dtype)
-            in_page = tile % (PAGE // TILE) * TILE + j
-            stored = stored | k_in_page
+            in_page = (tile * TILE + j) % PAGE
+            first, stop = tl.where(k_in_page, 0, first), tl.where(k_in_page, TILE, stop)
             k_base = tl.where(k_in_page, k_page, k_base)
-            v_base = tl.where(v_in_page, k_page + PAGE * HEAD_DIM, v_base)
+            # Between the two: keys in a page, values still in the ring.
+            v_ring_base = v_ring + slot_head * (V_RECENT + PAGE) * HEAD_DIM
+            v_base = tl.where(v_in_page, k_page + PAGE * HEAD_DIM, tl.where(k_in_page, v_ring_base, v_base))
             k_row = tl.where(k_in_page, in_page, k_row)
             v_row = tl.where(
-                v_in_page, in_page, tl.where(k_in_page, _ring_rows(tile * TILE, j, V_RECENT + PAGE), v_row)
+                v_in_page,
+                in_page,
+                tl.where(k_in_page, _ring_rows(recent + sink_tiles * TILE, j, V_RECENT + PAGE), v_row),
             )
+        stored = first + j < stop
         k = tl.load(
             k_base + k_row[:, None] * HEAD_DIM + d[None, :], mask=stored[:, None] & channel[None, :], other=0.0
         ).to(OPERAND)
