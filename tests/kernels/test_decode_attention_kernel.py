@@ -34,9 +34,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SMALL, DENSE = Spec(32, 2, 2, 4), Spec(32, 16, 16, 0)
 
 
-def two_pages(windows: Windows) -> int:
-    """A length with two pages of keys; of values too, or with the paper's windows one."""
-    return windows.sink_len + windows.k_recent_len + 256 + 3
+def with_pages(windows: Windows) -> int:
+    """A length with a page of values, and with the paper's windows one more whose keys alone are packed."""
+    return windows.sink_len + windows.v_recent_len + 128 + 3
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def two_pages(windows: Windows) -> int:
     ids=label,
 )
 def test_every_head_size_and_group(head_dim, group, windows, dtype):
-    check(Spec(head_dim, 2, 2, head_dim // 8), windows, [two_pages(windows)], group, dtype)
+    check(Spec(head_dim, 2, 2, head_dim // 8), windows, [with_pages(windows)], group, dtype)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_every_head_size_and_group(head_dim, group, windows, dtype):
     ids=label,
 )
 def test_every_width_of_codes(spec, windows, dtype):
-    check(spec, windows, [two_pages(windows)], group=1, dtype=dtype)
+    check(spec, windows, [with_pages(windows)], group=1, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_every_width_of_codes(spec, windows, dtype):
     ids=label,
 )
 def test_other_windows(windows, dtype):
-    check(Spec(64, 2, 2, 8), windows, [two_pages(windows)], group=1, dtype=dtype)
+    check(Spec(64, 2, 2, 8), windows, [with_pages(windows)], group=1, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_other_windows(windows, dtype):
     ids=label,
 )
 def test_softcap_and_learned_sinks(spec, windows, dtype, softcap, learned_sinks):
-    check(spec, windows, [two_pages(windows)], dtype=dtype, softcap=softcap, learned_sinks=learned_sinks)
+    check(spec, windows, [with_pages(windows)], dtype=dtype, softcap=softcap, learned_sinks=learned_sinks)
 
 
 @pytest.mark.parametrize("learned", [-60.0, 60.0])
@@ -186,7 +186,7 @@ def test_a_query_with_any_strides():
 
 def test_attention_on_few_tokens():
     """Logits far apart, up to some 30."""
-    check(Spec(64, 2, 2, 8), KITTY, [two_pages(KITTY)], group=1, size=8.0)
+    check(Spec(64, 2, 2, 8), KITTY, [with_pages(KITTY)], group=1, size=8.0)
 
 
 def test_outlier_channels():
