@@ -360,6 +360,7 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
     num_warps = 1 if head_dim <= 128 else 2
     target = max(1, _warps(query.device) // num_warps // layout.num_kv_heads)
     max_parts = target + num_seqs
+    query = query.contiguous()
     out = torch.empty_like(query)
     partial_out = torch.empty(
         (layout.num_kv_heads, max_parts, group_size, head_dim), dtype=torch.float32, device=query.device
@@ -384,7 +385,7 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
 
     boosted = layout.num_boosted if layout.has_ids else 0
     _split_kernel[(layout.num_kv_heads, target)](
-        query.contiguous(), state.pages, batch.page_table, batch.seq_lens, batch.slots,
+        query, state.pages, batch.page_table, batch.seq_lens, batch.slots,
         state.k_sink, state.v_sink, state.k_ring, state.v_ring, partial_out, partial_stats,
         num_seqs, batch.page_table.stride(0), target, max_parts, layout.num_kv_heads,
         layout.page_bytes, layout.head_bytes, layout.ids_offset, layout.ids_bytes,
@@ -400,6 +401,7 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         ASM=not INTERPRET,
         STAGES=5,
         num_warps=num_warps,
+        enable_fp_fusion=True,
         **spans,
     )  # fmt: skip
     # Few sequences have many splits each: their channels are shared out so that no program reads for long.
@@ -412,6 +414,7 @@ def decode_attention(query: Tensor, state: LayerState, batch: Batch, softmax: So
         BLOCK=block,
         CHUNK=chunk,
         num_warps=1 if chunk * block <= 1024 else 4,
+        enable_fp_fusion=True,
         **spans,
     )  # fmt: skip
     return out

@@ -77,4 +77,5 @@ def store_tokens(state: LayerState, batch: Batch, keys: Tensor, values: Tensor) 
         HEAD_DIM=layout.head_dim,
         D=triton.next_power_of_2(layout.head_dim),
         num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
