@@ -29,7 +29,7 @@ def resources(case: str, capability: int) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", ["SmolLM2-135M", "Llama-3.1-8B"])
 def test_decode_keeps_its_numbers_in_registers(case, capability):
-    """No local memory; the stack that triton 3.9 takes for head_dim 128 on sm_90 (24 bytes; none with 3.6) may not grow."""
+    """What triton 3.9 spills for head_dim 128 on sm_90 (24 bytes of stack; none with 3.6) may not grow."""
     found = resources(case, capability)
     assert found["combine_kernel"]["STACK"] == 0
     assert found["_split_kernel"]["STACK"] <= (24 if (case, capability) == ("Llama-3.1-8B", 90) else 0), found
