@@ -66,11 +66,14 @@ def test_profile_halves_the_divergence(demo, text, uniform_limit):
     assert sizes["budgets"] <= sizes["kitty"]
     assert sizes["default"] <= sizes["kitty"]
     windows = windows_of(text(), tokenize(text(), tokenizer), NUM_WINDOWS, NUM_TOKENS)
-    kl = {name: divergence.kl for name, divergence in measure_divergence(model, windows, methods).items()}
-    assert kl["kitty"] > 0.01
-    assert kl["uniform"] <= uniform_limit * kl["kitty"], kl
+    first = {name: divergence.kl for name, divergence in measure_divergence(model, windows[:1], methods).items()}
+    assert first["kitty"] > 0.01
+    assert first["uniform"] <= uniform_limit * first["kitty"], first
+    assert first["default"] <= 0.50 * first["kitty"], first
+    # The closest of the promises: on more text, since single windows scatter by a few percent.
+    rest = measure_divergence(model, windows[1:], {name: methods[name] for name in ("kitty", "budgets")})
+    kl = {name: (first[name] + (NUM_WINDOWS - 1) * rest[name].kl) / NUM_WINDOWS for name in rest}
     assert kl["budgets"] <= 0.50 * kl["kitty"], kl
-    assert kl["default"] <= 0.50 * kl["kitty"], kl
 
 
 BARE = """
