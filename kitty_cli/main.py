@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 runtime error, 2 usage, 130 interrupted. `KITTY_DEBUG=1` s
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -18,7 +19,7 @@ from kitty_cli.commands.chat import chat
 from kitty_cli.commands.env import env, version_lines
 from kitty_cli.commands.info import info
 from kitty_cli.commands.profile import profile
-from kitty_runtime.errors import ConfigError, KittyError
+from kitty_runtime.errors import ConfigError, DataError, KittyError
 
 INTERRUPTED = 130
 
@@ -44,6 +45,12 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # the reader left, as `head` does
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             raise typer.Exit(0) from None
+        except OSError as problem:
+            if problem.errno != errno.ENOSPC or os.environ.get("KITTY_DEBUG"):
+                raise
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            output.error(DataError("The output cannot be written: no space left on the device.", "Free some space."))
+            raise typer.Exit(1) from None
         except (Exception, KeyboardInterrupt) as problem:
             if _interrupted(problem):
                 output.note("Interrupted.")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +164,18 @@ def test_names_with_brackets_stay(call, tmp_path, model_dir):
     (folder / "config.json").write_text((model_dir / "config.json").read_text())
     assert call("info", folder).stdout.startswith("odd [red] name: llama")
     assert call("info", folder, "--json").json()["model"] == "odd [red] name"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_full_disk_is_one_line(model_dir, flags):
+    command = [sys.executable, "-m", "kitty_cli.main", "info", str(model_dir), *flags]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert "no space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
 
 
 def test_a_pipe_gets_plain_json(run):
