@@ -207,22 +207,7 @@ def _attend(
                 denom = denom * fade[None, :]
                 ring = v_ring + (slot * num_kv_heads + head) * (V_RECENT + PAGE) * HEAD_DIM
                 for i in tl.static_range(8):
-                    if i == 0:
-                        w = w0
-                    elif i == 1:
-                        w = w1
-                    elif i == 2:
-                        w = w2
-                    elif i == 3:
-                        w = w3
-                    elif i == 4:
-                        w = w4
-                    elif i == 5:
-                        w = w5
-                    elif i == 6:
-                        w = w6
-                    else:
-                        w = w7
+                    w = (w0, w1, w2, w3, w4, w5, w6, w7)[i]
                     at_ring = _ring_rows(v_pages * PAGE + i * WORDS, j, V_RECENT + PAGE)
                     v = tl.load(ring + at_ring[None, :] * HEAD_DIM + d[:, None], mask=channel[:, None], other=0.0)
                     denom = tl.dot(row_one, w, denom)
