@@ -78,9 +78,13 @@ for _command in (info, profile, chat, env):
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        for line in version_lines():
-            output.text(line)
+        guarded(_print_version)()
         raise typer.Exit
+
+
+def _print_version() -> None:
+    for line in version_lines():
+        output.text(line)
 
 
 @app.callback()

@@ -72,6 +72,13 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_version_with_an_unknown_backend_is_one_error(run):
+    done = run("--version", KITTY_BACKEND="nonsense")
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: KITTY_BACKEND is 'nonsense'.")
+    assert "Traceback" not in done.stderr
+
+
 def test_version_names_dependencies_and_backend(call):
     from importlib.metadata import version
 
