@@ -32,7 +32,7 @@ LAYER_KL_CONFIG = CacheConfig(v_bits=4, policy="weighted")
 """One layer alone is stored so; 4-bit values hardly disturb, so that the keys are measured."""
 
 NEGLIGIBLE = 0.1
-"""A layer below this share of the mean KL without boost is not measured at higher levels, where it can matter even less."""
+"""A layer below this share of the mean KL without boost is not measured higher up, where it matters even less."""
 
 
 @torch.inference_mode()
