@@ -83,6 +83,7 @@ def profile(
     as_json: options.Json = False,
 ) -> None:
     """Measure key sensitivity per channel and layer, and write a boost profile."""
+    from kitty_cli.allocator import keep_freed_memory
     from kitty_cli.profile_report import profile_document, show_profile
     from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
     from kitty_runtime.models.geometry import geometry_of
@@ -93,6 +94,7 @@ def profile(
     from kitty_runtime.texts import load_text, token_sha256, tokenize, windows_of
 
     CacheConfig(boost_ratio=boost)
+    keep_freed_memory()
     skipped = _layer_numbers(skip_layers)
     source = resolve_model(model, output.note)
     geometry = geometry_of(load_config(source, trust_remote_code))
