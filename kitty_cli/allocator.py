@@ -11,8 +11,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> None:
     """Let freed blocks serve the next allocation instead of going back to the system; glibc alone has the setting.
 
-    Measuring allocates the same large tensors pass after pass. By default glibc maps each anew and the kernel clears its
-    pages, which was 15 % of the CPU time of `kitty profile` on the demo model.
+    Measuring allocates the same large tensors pass after pass. By default glibc maps each anew and the kernel clears
+    its pages, which was 15 % of the CPU time of `kitty profile` on the demo model.
     """
     if sys.platform != "linux":
         return

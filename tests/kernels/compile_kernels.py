@@ -30,7 +30,7 @@ from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "num_ctas")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -57,7 +57,7 @@ class Recorder:
 RECORDERS = {
     (module, name): Recorder(getattr(module, name))
     for module, name in (
-        (decode, "_split_kernel"),
+        (decode, "split_kernel"),
         (decode, "combine_kernel"),
         (quantize, "_quantize_kernel"),
         (store, "_store_kernel"),
@@ -83,6 +83,8 @@ def compile_launch(launch: Recorder, capability: int) -> dict[str, int]:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
+    if "PDL" in constexprs:
+        constexprs["PDL"] = capability >= 90
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -31,6 +31,7 @@ def combine_kernel(
     V_RECENT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per sequence, query head and block of channels: joins the partial softmaxes of its splits."""
     seq = tl.program_id(0)
@@ -45,6 +46,9 @@ def combine_kernel(
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CHUNK)
     first = (q_head // GROUP_SIZE * max_parts + split + seq).to(tl.int64) * GROUP_SIZE + q_head % GROUP_SIZE
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     top = -1e30  # finite: a share of the page whose values are not packed can be without tokens
     denom = 0.0
     if HAS_SINK_LOGITS:
