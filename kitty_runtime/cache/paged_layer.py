@@ -148,20 +148,8 @@ class PagedLayer:
         energy = self._extend_energy(step, query)
         if batch.max_new_pages:
             quantize_pages(state, batch, keys, values, self.boost, energy)
-        out = torch.zeros_like(query)
-        for row, (past_len, n) in enumerate(zip(step.past_lens, step.new_lens, strict=True)):
-            if n:
-                out[row, :, :n] = extend_attention(
-                    query[row, :, :n],
-                    keys[row, :, :n],
-                    values[row, :, :n],
-                    state,
-                    row,
-                    batch.page_table[row, : state.windows.packed_pages(past_len + n)[0]].long(),
-                    past_len,
-                    softmax,
-                    read_packed=self.config.prefill == "paged" or past_len > 0,
-                )
+        read_packed = self.config.prefill == "paged"
+        out = extend_attention(query, keys, values, state, batch, softmax, read_packed)
         store_tokens(state, batch, keys, values)
         return out
 

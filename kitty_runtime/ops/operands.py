@@ -103,21 +103,3 @@ class Batch:
     past_lens: Tensor
     seq_lens: Tensor
     max_new_pages: int
-
-
-def gather_tokens(sink: Tensor, ring: Tensor, new: Tensor, past_len: int, sink_len: int) -> Tensor:
-    """The unpacked tokens of one sequence and its new ones, at their positions.
-
-    Args:
-        sink: ``[num_kv_heads, sink_len, head_dim]``; ring: ``[num_kv_heads, ring_len, head_dim]``.
-        new: ``[num_kv_heads, n, head_dim]``, at positions past_len .. past_len + n - 1.
-    Returns:
-        ``[num_kv_heads, past_len + n, head_dim]``; zero at positions that have left the ring.
-    """
-    out = new.new_zeros((new.shape[0], past_len + new.shape[1], new.shape[2]))
-    out[:, : min(past_len, sink_len)] = sink[:, : min(past_len, sink_len)]
-    if past_len > sink_len:
-        recent = torch.arange(max(sink_len, past_len - ring.shape[1]), past_len, device=new.device)
-        out[:, recent] = ring[:, (recent - sink_len) % ring.shape[1]]
-    out[:, past_len:] = new
-    return out

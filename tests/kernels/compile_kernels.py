@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from kitty_runtime.config import Windows
 from kitty_runtime.ops.decode_attention import triton as decode
+from kitty_runtime.ops.extend_attention import triton as extend
 from kitty_runtime.ops.operands import SoftmaxSpec
 from kitty_runtime.ops.quantize_page import triton as quantize
 from kitty_runtime.ops.store_tokens import triton as store
@@ -59,6 +60,7 @@ RECORDERS = {
     for module, name in (
         (decode, "split_kernel"),
         (decode, "combine_kernel"),
+        (extend, "_extend_kernel"),
         (quantize, "_quantize_kernel"),
         (store, "_store_kernel"),
     )
@@ -104,6 +106,8 @@ def record(layout: PageLayout, group: int, softmax: SoftmaxSpec, from_rings: boo
         setattr(module, name, recorder)
     query = torch.zeros(3, layout.num_kv_heads * group, layout.head_dim, dtype=layout.dtype)
     decode.decode_attention(query, state, batch, softmax)
+    queries = torch.zeros(3, query.shape[1], keys.shape[2], layout.head_dim, dtype=layout.dtype)
+    extend.extend_attention(queries, keys, values, state, batch, softmax, read_packed=True)
     store.store_tokens(state, batch, keys, values)
     boost = LayerBoost("dynamic", layout.num_boosted)
     quantize.quantize_pages(state, batch, *((None, None) if from_rings else (keys, values)), boost, None)

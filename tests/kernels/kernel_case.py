@@ -67,11 +67,15 @@ def same(a: LayerState, b: LayerState) -> list[str]:
 
 
 def poisoned_case(
-    spec: Spec, windows: Windows, lens: list[int], dtype: torch.dtype, seed: int
+    spec: Spec, windows: Windows, lens: list[int], dtype: torch.dtype, seed: int, new: list[int] | None = None
 ) -> tuple[LayerState, Batch]:
-    """See `attention_case.make_case`, in a 16-bit dtype and on the CPU; a row of the page table has a wide stride."""
+    """See `attention_case.make_case`, in a 16-bit dtype and on the CPU; a row of the page table has a wide stride.
+
+    Without `new` the last token of each sequence was just stored; with it that many are on top of `lens`, not stored.
+    """
+    total = lens if new is None else [a + b for a, b in zip(lens, new, strict=True)]
     spec = replace(spec, dense_itemsize=8)
-    case = make_case(spec, windows, lens, [n - 1 for n in lens], seed)
+    case = make_case(spec, windows, lens, [n - 1 for n in lens] if new is None else total, seed)
     pages = case.state.pages
     if spec.k_bits == 16:
         pages = pages.view(torch.float64).to(dtype).view(torch.uint8)
@@ -79,7 +83,8 @@ def poisoned_case(
     state = with_tensors(replace(case.state, layout=layout, pages=pages), lambda x: x.to(dtype), UNPACKED)
     table = torch.full((len(lens), case.page_table.shape[1] + 3), -1, dtype=torch.int32)
     table[:, :-3] = case.page_table
-    return state, batch_of(table[:, :-3], lens)
+    batch = batch_of(table[:, :-3], total)
+    return state, batch if new is None else replace(batch, past_lens=torch.tensor(lens, dtype=torch.int32))
 
 
 def spread(state: LayerState, batch: Batch, slots: Tensor, first_page: int) -> tuple[LayerState, Batch]:

@@ -10,7 +10,7 @@ from page_format import Spec
 from kitty_runtime.config import Windows
 from kitty_runtime.errors import ShapeError
 from kitty_runtime.ops.extend_attention.api import extend_attention
-from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
+from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 
 KITTY = Windows(6, 0, 128)
 RECENT = Windows(5, 9, 9)
@@ -33,9 +33,14 @@ def check(spec, windows, group, past_len, n, softcap=None, learned_sinks=False, 
     case.values[1] = torch.cat([case.values[1], values], dim=1)
     sinks = random(query.shape[0]) if learned_sinks else None
     softmax = SoftmaxSpec(spec.head_dim**-0.5, softcap, sinks)
-    num_pages = windows.packed_pages(total)[0]
-    page_ids = case.page_table[1, :num_pages].long()
-    out = extend_attention(query, keys, values, case.state, 1, page_ids, past_len, softmax, read_packed)
+    # The other sequence adds nothing: its columns are padding.
+    batch = Batch(
+        torch.arange(2), case.page_table, torch.tensor([1, past_len]), torch.tensor([1, total]), max_new_pages=8
+    )
+    padded = (torch.stack([torch.full_like(x, float("nan")), x]) for x in (query, keys, values))
+    out = extend_attention(*padded, case.state, batch, softmax, read_packed)
+    assert (out[0] == 0).all()
+    out = out[1]
     assert out.shape == query.shape
     assert out.dtype == query.dtype
     for i in range(n) if n < 60 else sorted({*range(0, n, 17), n - 1, *edges(windows, past_len, n)}):
@@ -98,21 +103,20 @@ def test_tiles_cover_once_and_read_the_same_pages(windows, start, stop):
 
 
 def test_refuses_what_does_not_fit():
-    case: LayerState = make_case(Spec(32, 2, 2, 4), KITTY, [3], packed_at=[2], seed=0).state
-    ids, softmax = torch.zeros(0, dtype=torch.int64), SoftmaxSpec(1.0)
-    good = torch.zeros(2, 5, 32, dtype=torch.float64)
+    state: LayerState = make_case(Spec(32, 2, 2, 4), KITTY, [3], packed_at=[2], seed=0).state
+    lens = torch.tensor([3])
+    batch = Batch(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int32), lens, lens + 5, 0)
+    good = torch.zeros(1, 2, 5, 32, dtype=torch.float64)
 
-    def extend(query, keys, values, past_len=3, read_packed=True):
-        extend_attention(query, keys, values, case, 0, ids, past_len, softmax, read_packed)
+    def extend(query, keys, values):
+        extend_attention(query, keys, values, state, batch, SoftmaxSpec(1.0))
 
     extend(good, good, good)
-    for bad in (good[:1], good[..., :16], good[:, :4]):
-        with pytest.raises(ShapeError):
+    for bad in (good[:, :1], good[..., :16], good[:, :, :4], torch.cat([good, good])):
+        with pytest.raises(ShapeError, match="keys"):
             extend(good, bad, good)
-        with pytest.raises(ShapeError):
+        with pytest.raises(ShapeError, match="keys"):
             extend(good, good, bad)
-    for bad in (good[..., :16], good[:, :4], torch.zeros(3, 5, 32)):
+    for bad in (good[..., :16], torch.zeros(1, 3, 5, 32), torch.cat([good, good])):
         with pytest.raises(ShapeError, match="query"):
             extend(bad, good, good)
-    with pytest.raises(ShapeError, match="read_packed"):
-        extend(good, good, good, read_packed=False)

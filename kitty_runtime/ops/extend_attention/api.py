@@ -1,12 +1,13 @@
-"""Many new tokens of one sequence against its quantized past and themselves: validation and dispatch."""
+"""Many new tokens per sequence against its quantized past and themselves: validation and dispatch."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from kitty_runtime.errors import ShapeError
+from kitty_runtime.ops.backend import backend_for
 from kitty_runtime.ops.extend_attention import reference
-from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
+from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 
 
 def extend_attention(
@@ -14,37 +15,38 @@ def extend_attention(
     keys: Tensor,
     values: Tensor,
     state: LayerState,
-    slot: int,
-    page_ids: Tensor,
-    past_len: int,
+    batch: Batch,
     softmax: SoftmaxSpec,
     read_packed: bool = True,
 ) -> Tensor:
-    """Attend new tokens of one sequence; each query reads the pages that decode would read at its position.
+    """Attend the new tokens of each sequence; each query reads the pages that decode would read at its position.
 
     Args:
-        query: float ``[num_q_heads, n, head_dim]``, after RoPE, at positions past_len .. past_len + n - 1.
-        keys, values: ``[num_kv_heads, n, head_dim]`` of the same tokens, not yet in sinks and rings.
+        query: float ``[num_seqs, num_q_heads, n, head_dim]``, after RoPE; the first ``seq_lens - past_lens`` columns of
+            a row are its tokens, from position ``past_lens`` on, the rest is ignored.
+        keys, values: ``[num_seqs, num_kv_heads, n, head_dim]`` of the same tokens, not yet in sinks and rings.
         state: the layer; pages that become packed within these tokens are already written.
-        slot: the sequence's row in sinks and rings.
-        page_ids: int64 ``[num_pages]``, the sequence's pages in order.
-        past_len: tokens stored before these.
+        batch: the sequences.
         softmax: scale, softcap and learned sinks.
-        read_packed: False reads no page packed; past_len must be 0 (``CacheConfig.prefill == "full"``).
+        read_packed: False lets a sequence without a past read no page packed (``CacheConfig.prefill == "full"``).
     Returns:
-        ``query.dtype``, shape of `query`.
+        ``query.dtype``, shape of `query`; zero past a row's tokens. Softmax accumulates in fp32 or better.
     Raises:
         ShapeError: shapes that do not fit the layer.
     Source: Kitty, section 4.3. Differs: the paper's prefill reads nothing packed.
     """
     layout = state.layout
-    if keys.shape != values.shape or keys.shape[::2] != (layout.num_kv_heads, layout.head_dim):
+    num_seqs, n = len(batch.slots), query.shape[2]
+    expected = (num_seqs, layout.num_kv_heads, n, layout.head_dim)
+    if query.shape != (num_seqs, query.shape[1], n, layout.head_dim) or query.shape[1] % layout.num_kv_heads:
         raise ShapeError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, "
-            f"expected [{layout.num_kv_heads}, n, {layout.head_dim}]"
+            f"query is {tuple(query.shape)}, expected [{num_seqs}, a multiple of {layout.num_kv_heads} heads, n, "
+            f"{layout.head_dim}]"
         )
-    if query.shape[0] % layout.num_kv_heads or query.shape[1:] != keys.shape[1:]:
-        raise ShapeError(f"query is {tuple(query.shape)} for keys {tuple(keys.shape)}")
-    if not read_packed and past_len:
-        raise ShapeError(f"read_packed=False with {past_len} tokens before: only a first pass can read no page")
-    return reference.extend_attention(query, keys, values, state, slot, page_ids, past_len, softmax, read_packed)
+    if keys.shape != expected or values.shape != expected:
+        raise ShapeError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected {expected}")
+    if backend_for(state) == "triton":
+        from kitty_runtime.ops.extend_attention import triton
+
+        return triton.extend_attention(query, keys, values, state, batch, softmax, read_packed)
+    return reference.extend_attention(query, keys, values, state, batch, softmax, read_packed)
