@@ -101,9 +101,12 @@ def _write_values(
     low_words = tl.zeros([16, D], tl.int32)
     high_words = tl.zeros([16, D], tl.int32)
     halves = at.to(tl.pointer_type(tl.float16))
-    for n in tl.range(8, num_stages=3):
+    x = _tokens(ring, new, first + 7 * 16 + j, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+    for n in tl.range(8, num_stages=1):
         token = (7 - n) * 16 + j
-        x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        # Loaded a round ahead; the last round loads what the first had.
+        later = first + ((6 - n) & 7) * 16 + j
+        ahead = _tokens(ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
         if DENSE:
             dense = at.to(tl.pointer_type(x.dtype)) + PAGE * HEAD_DIM
             tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
@@ -120,6 +123,7 @@ def _write_values(
             codes = _codes(x, zero.to(tl.float32)[:, None], _inverse(scale)[:, None], levels)
             low_words = low_words * 4 + (codes & 3)
             high_words = high_words * 4 + ((codes >> 2) & 3)
+        x = ahead
     if not DENSE:
         words = at.to(tl.pointer_type(tl.int16)) + d[None, :] * 16 + j[:, None]
         tl.store(words + V_LOW // 2, low_words.to(tl.int16), mask=channel[None, :])
@@ -157,9 +161,12 @@ def _write_keys(
     lowest = tl.full([16, D], float("inf"), tl.float32)
     highest = tl.full([16, D], float("-inf"), tl.float32)
     magnitude = tl.zeros([16, D], tl.float32)
-    for i in tl.range(8, num_stages=3):
+    x = _tokens(ring, new, first + j, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+    for i in tl.range(8, num_stages=1):
         token = i * 16 + j
-        x = _tokens(ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        # Loaded a round ahead; the last round loads what the pass for codes begins with.
+        later = first + tl.minimum(i + 1, 7) * 16 + j
+        ahead = _tokens(ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
         if DENSE:
             dense = at.to(tl.pointer_type(x.dtype))
             tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
@@ -168,6 +175,7 @@ def _write_keys(
             lowest = tl.minimum(lowest, y)
             highest = tl.maximum(highest, y)
             magnitude += tl.abs(y)
+        x = ahead
     if not DENSE:
         low, high = tl.min(lowest, 0), tl.max(highest, 0)
         if K4:
@@ -181,15 +189,13 @@ def _write_keys(
                 score = tl.load(at_energy + d, mask=channel, other=0.0)
                 if POLICY == "range":
                     score = score * (high - low)
-            score = tl.where(channel, score, float("-inf"))
-            rank = tl.zeros([D], tl.int32)
-            for block in tl.range(0, D, 16):
-                rival = block + j
-                other = tl.gather(score, rival, 0)[None, :]
-                # Of equals the lower channel wins.
-                ahead = (other > score[:, None]) | ((other == score[:, None]) & (rival[None, :] < d[:, None]))
-                rank += tl.sum(ahead.to(tl.int32), 1)
-            boosted = (rank < num_boosted) & channel
+            # Scores are not negative, so their bits rank as they do.
+            key = tl.where(channel, score.to(tl.float32).to(tl.int32, bitcast=True), -1)
+            last = tl.sum(tl.where(d == num_boosted - 1, tl.sort(key, descending=True), 0), 0)
+            # Of equals the lower channel wins.
+            equal = (key == last).to(tl.int32)
+            left = num_boosted - tl.sum((key > last).to(tl.int32), 0)
+            boosted = (key > last) | ((equal == 1) & (tl.cumsum(equal, 0) <= left))
         levels = tl.where(boosted, 15.0, 3.0)
         scale, zero = _qparams(_saturated(low), _saturated(high), levels)
         halves = at.to(tl.pointer_type(tl.float16))
@@ -198,14 +204,15 @@ def _write_keys(
         zero, inverse = zero.to(tl.float32)[None, :], _inverse(scale)[None, :]
         low_words = tl.zeros([16, D], tl.int32)
         high_words = tl.zeros([16, D], tl.int32)
-        for n in tl.range(8, num_stages=3):
-            token = (7 - n) * 16 + j
-            x = _tokens(
-                ring, new, first + token, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM
+        for n in tl.range(8, num_stages=1):
+            later = first + ((6 - n) & 7) * 16 + j
+            ahead = _tokens(
+                ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM
             )  # fmt: skip
             codes = _codes(x, zero, inverse, levels[None, :])
             low_words = low_words * 4 + (codes & 3)
             high_words = high_words * 4 + ((codes >> 2) & 3)
+            x = ahead
         words = at.to(tl.pointer_type(tl.int16)) + j[:, None] * HEAD_DIM + d[None, :]
         tl.store(words, low_words.to(tl.int16), mask=channel[None, :])
         if K4:
