@@ -4,7 +4,8 @@ Usage: python benchmarks/decode_attention.py [--quick]
 
 Prints a table and then one line of JSON. Windows are the default preset's (32 sink tokens, 64 recent ones and the page
 that gathers), pages lie scattered, lengths are the contexts. Times are medians of graph replays; the ceiling of a row
-is the time that its bytes take at the bandwidth measured first.
+is the time that its bytes take at the bandwidth measured first. Errors are against float64 on the same dequantized
+pages: the kernel's, and that of eager fp16 attention.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
-from gpu_timing import flash_attention_microseconds, microseconds, read_bandwidth, sdpa_microseconds
+from gpu_timing import (
+    flash_attention_microseconds,
+    flashinfer_microseconds,
+    microseconds,
+    read_bandwidth,
+    sdpa_microseconds,
+)
 from layer_state import random_layer
 
 from kitty_runtime.config import Windows, preset
@@ -40,21 +47,23 @@ class Row:
     head_dim: int
     batch: int
     tokens: int
-    best_16_bit: float
+    best_16_bit: float | None
     kitty: float
     gbytes_per_s: float
     of_ceiling: float
     error: float
+    eager_error: float
 
     @property
-    def speedup(self) -> float:
-        return self.best_16_bit / self.kitty
+    def speedup(self) -> float | None:
+        return None if self.best_16_bit is None else self.best_16_bit / self.kitty
 
 
-def relative_error(query: torch.Tensor, state: LayerState, batch: Batch, out: torch.Tensor) -> float:
-    """Against float64 on the dequantized pages, first and last sequence."""
+def relative_errors(query: torch.Tensor, state: LayerState, batch: Batch, out: torch.Tensor) -> tuple[float, float]:
+    """Of `out` and of eager fp16 attention, against float64 on the dequantized pages; first and last sequence."""
     rows = torch.tensor(sorted({0, len(batch.slots) - 1}), device="cuda")
-    unpacked = {name: getattr(state, name)[rows].double() for name in ("k_sink", "v_sink", "k_ring", "v_ring")}
+    unpacked = {name: getattr(state, name)[rows] for name in ("k_sink", "v_sink", "k_ring", "v_ring")}
+    exact = {name: tensor.double() for name, tensor in unpacked.items()}
     part = Batch(
         torch.arange(len(rows), device="cuda"),
         batch.page_table[rows],
@@ -63,8 +72,10 @@ def relative_error(query: torch.Tensor, state: LayerState, batch: Batch, out: to
         max_new_pages=0,
     )
     softmax = SoftmaxSpec(query.shape[-1] ** -0.5)
-    expected = reference.decode_attention(query[rows].double(), replace(state, **unpacked), part, softmax)
-    return float((out[rows].double() - expected).norm() / expected.norm())
+    expected = reference.decode_attention(query[rows].double(), replace(state, **exact), part, softmax)
+    eager = reference.decode_attention(query[rows], replace(state, **unpacked), part, softmax)
+    ours, theirs = ((x.double() - expected).norm() / expected.norm() for x in (out[rows], eager))
+    return float(ours), float(theirs)
 
 
 def bytes_read(state: LayerState, lens: list[int]) -> int:
@@ -78,7 +89,7 @@ def bytes_read(state: LayerState, lens: list[int]) -> int:
 
 
 def measure(
-    what: str, shape: tuple[int, int, int], lens: list[int], best_16_bit: float, bandwidth: float, bits: int = 2
+    what: str, shape: tuple[int, int, int], lens: list[int], best_16_bit: float | None, bandwidth: float, bits: int = 2
 ) -> Row:
     num_q_heads, num_kv_heads, head_dim = shape
     num_boosted = int(BOOST * head_dim) if bits == 2 else 0
@@ -88,14 +99,15 @@ def measure(
     query = torch.randn(len(lens), num_q_heads, head_dim, device="cuda", dtype=torch.float16)
     softmax = SoftmaxSpec(head_dim**-0.5)
     out = kernel.decode_attention(query, state, batch, softmax)
-    error = relative_error(query, state, batch, out)
+    errors = relative_errors(query, state, batch, out)
     time = microseconds(lambda: kernel.decode_attention(query, state, batch, softmax))
     rate = bytes_read(state, lens) / time / 1e3
-    return Row(what, *shape, len(lens), sum(lens), best_16_bit, time, rate, rate / bandwidth, error)
+    return Row(what, *shape, len(lens), sum(lens), best_16_bit, time, rate, rate / bandwidth, *errors)
 
 
 def best_16_bit(batch: int, context: int, shape: tuple[int, int, int]) -> float:
-    times = [f(batch, context, *shape, torch.float16) for f in (sdpa_microseconds, flash_attention_microseconds)]
+    ways = (sdpa_microseconds, flash_attention_microseconds, flashinfer_microseconds)
+    times = [way(batch, context, *shape, torch.float16) for way in ways]
     return min(time for time in times if time is not None)
 
 
@@ -113,7 +125,7 @@ def rows_of(quick: bool, bandwidth: float) -> list[Row]:
     generator = torch.Generator().manual_seed(0)
     ragged = torch.cat([torch.randint(1024, 14336, (62,), generator=generator), torch.tensor([1024, 32768])]).tolist()
     # The best 16-bit way to serve a ragged batch here: the same kernel on 16-bit pages.
-    dense = measure("ragged, 16-bit pages", LLAMA_8B, ragged, float("nan"), bandwidth, bits=16)
+    dense = measure("ragged, 16-bit pages", LLAMA_8B, ragged, None, bandwidth, bits=16)
     rows += [dense, measure("ragged, 2-bit pages", LLAMA_8B, ragged, dense.kitty, bandwidth)]
     return rows
 
@@ -126,16 +138,17 @@ def main() -> None:
     bandwidth = read_bandwidth()
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}, a sum reads {bandwidth:.0f} GB/s")
-    print(
-        "| what | heads | head_dim | batch x context | 16 bits, us | kitty, us | speedup | GB/s | of ceiling | error |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = "what|heads|head_dim|batch x context|16 bits, us|kitty, us|speedup|GB/s|of ceiling|error|eager error"
+    print(f"| {columns.replace('|', ' | ')} |")
+    print("|" + "---|" * (columns.count("|") + 1))
     rows = rows_of(arguments.quick, bandwidth)
     for row in rows:
+        base = "-" if row.best_16_bit is None else f"{row.best_16_bit:.1f}"
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
         print(
             f"| {row.what} | {row.num_q_heads}/{row.num_kv_heads} | {row.head_dim} | {row.batch} x "
-            f"{row.tokens // row.batch} | {row.best_16_bit:.1f} | {row.kitty:.1f} | {row.speedup:.2f}x | "
-            f"{row.gbytes_per_s:.0f} | {row.of_ceiling:.0%} | {row.error:.1e} |"
+            f"{row.tokens // row.batch} | {base} | {row.kitty:.1f} | {speedup} | {row.gbytes_per_s:.0f} | "
+            f"{row.of_ceiling:.0%} | {row.error:.1e} | {row.eager_error:.1e} |"
         )
     document = {"card": card, "torch": torch.__version__, "triton": triton.__version__, "read_gbytes_per_s": bandwidth}
     print(json.dumps({**document, "rows": [{**asdict(row), "speedup": row.speedup} for row in rows]}))

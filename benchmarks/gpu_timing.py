@@ -53,3 +53,26 @@ def flash_attention_microseconds(
         microseconds(lambda n=n: flash_attn_with_kvcache(query, keys, values, num_splits=n))  # type: ignore[misc]
         for n in (0, 4, 16)
     )
+
+
+def flashinfer_microseconds(
+    batch: int, context: int, num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> float | None:
+    """FlashInfer's paged decode at 16 bits, pages of 16 tokens; None where it is not installed."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    page, pages = 16, context // 16
+    query = torch.randn(batch, num_q_heads, head_dim, device="cuda", dtype=dtype)
+    cache = torch.randn(batch * pages, 2, page, num_kv_heads, head_dim, device="cuda", dtype=dtype)
+    first = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * pages
+    ids = torch.randperm(batch * pages, device="cuda").int()
+    last_page_len = torch.full((batch,), page, device="cuda", dtype=torch.int32)
+    best = float("inf")
+    for use_tensor_cores in (False, True):
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
+        wrapper.plan(first, ids, last_page_len, num_q_heads, num_kv_heads, head_dim, page, q_data_type=dtype)
+        best = min(best, microseconds(lambda wrapper=wrapper: wrapper.run(query, cache)))  # type: ignore[misc]
+    return best

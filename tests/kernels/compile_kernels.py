@@ -31,7 +31,7 @@ from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
 POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",

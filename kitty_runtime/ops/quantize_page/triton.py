@@ -20,6 +20,7 @@ FP16_OVERFLOW = tl.constexpr(65520.0)
 MIN_SCALE = tl.constexpr(1e-6)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: added to a small number it rounds half to even and leaves the integer in the lowest bits."""
+ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -39,33 +40,39 @@ def _inverse(scale):
 
 @triton.jit
 def _codes(x, zero, inverse, levels):
-    """Codes in the low four bits of int32; see `kitty_runtime.quant.affine.quantize`.
+    """Codes as int32; see `kitty_runtime.quant.affine.quantize`.
 
-    Beyond +-65504 nothing needs to saturate: the range did, and codes end at its ends.
+    Beyond +-65504 nothing needs to saturate: the range did, and codes end at its ends. So do numbers too large for the
+    rounding: their bits stay in order.
     """
-    codes = tl.minimum(tl.maximum((x.to(tl.float32) - zero) * inverse, 0.0), levels)
-    return (codes + ROUND).to(tl.int32, bitcast=True)
+    rounded = ((x.to(tl.float32) - zero) * inverse + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
+    return tl.maximum(tl.minimum(rounded, levels), 0)
 
 
 @triton.jit
 def _tokens(
+    token,
     ring,
     new,
-    offset,
-    past_len,
+    first,
+    stored,
     token_stride,
     d,
     channel,
-    SINK_LEN: tl.constexpr,
     RECENT: tl.constexpr,
     HAS_NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Tokens at `offset` past the sink, [16, D], from the ring and, past what is stored, from the pass."""
-    row = ring + offset % (RECENT + PAGE) * HEAD_DIM
+    """Tokens of a page, [16, D]: the first `stored` from the ring, the rest from the pass.
+
+    `new` is where the page's first token is in the pass, or would be if that began earlier.
+    """
+    row = ring + (first + token) % (RECENT + PAGE) * HEAD_DIM
     if HAS_NEW:
-        index = tl.maximum(SINK_LEN + offset - past_len, 0).to(tl.int64)
-        row = tl.where(SINK_LEN + offset < past_len, row, new + index * token_stride)
+        row = tl.where(token < stored, row, new + token * token_stride)
+    if ALIGNED:
+        row = tl.multiple_of(row, 16)
     return tl.load(row[:, None] + d[None, :], mask=channel[None, :], other=0.0)
 
 
@@ -80,15 +87,15 @@ def _write_values(
     ring,
     new,
     first,
-    past_len,
+    stored,
     token_stride,
     V_LOW: tl.constexpr,
     V_HIGH: tl.constexpr,
     V_SCALE: tl.constexpr,
     V_ZERO: tl.constexpr,
-    SINK_LEN: tl.constexpr,
     RECENT: tl.constexpr,
     HAS_NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     DENSE: tl.constexpr,
     V4: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -101,17 +108,17 @@ def _write_values(
     low_words = tl.zeros([16, D], tl.int32)
     high_words = tl.zeros([16, D], tl.int32)
     halves = at.to(tl.pointer_type(tl.float16))
-    x = _tokens(ring, new, first + 7 * 16 + j, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+    x = _tokens(7 * 16 + j, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM)
     for n in tl.range(8, num_stages=1):
         token = (7 - n) * 16 + j
         # Loaded a round ahead; the last round loads what the first had.
-        later = first + ((6 - n) & 7) * 16 + j
-        ahead = _tokens(ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        later = ((6 - n) & 7) * 16 + j
+        ahead = _tokens(later, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM)
         if DENSE:
             dense = at.to(tl.pointer_type(x.dtype)) + PAGE * HEAD_DIM
             tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
         else:
-            levels = 15.0 if V4 else 3.0
+            levels: tl.constexpr = 15 if V4 else 3
             low, high = x, x
             if D != HEAD_DIM:
                 low = tl.where(channel[None, :], x, float("inf"))
@@ -121,8 +128,10 @@ def _write_values(
             tl.store(halves + V_SCALE // 2 + token, scale)
             tl.store(halves + V_ZERO // 2 + token, zero)
             codes = _codes(x, zero.to(tl.float32)[:, None], _inverse(scale)[:, None], levels)
-            low_words = low_words * 4 + (codes & 3)
-            high_words = high_words * 4 + ((codes >> 2) & 3)
+            if V4:
+                high_words = high_words * 4 + (codes >> 2)
+                codes &= 3
+            low_words = low_words * 4 + codes
         x = ahead
     if not DENSE:
         words = at.to(tl.pointer_type(tl.int16)) + d[None, :] * 16 + j[:, None]
@@ -137,7 +146,7 @@ def _write_keys(
     ring,
     new,
     first,
-    past_len,
+    stored,
     token_stride,
     at_energy,
     at_ids,
@@ -145,9 +154,9 @@ def _write_keys(
     K_SCALE: tl.constexpr,
     K_ZERO: tl.constexpr,
     K_HIGH: tl.constexpr,
-    SINK_LEN: tl.constexpr,
     RECENT: tl.constexpr,
     HAS_NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     POLICY: tl.constexpr,
     DENSE: tl.constexpr,
     K4: tl.constexpr,
@@ -161,12 +170,12 @@ def _write_keys(
     lowest = tl.full([16, D], float("inf"), tl.float32)
     highest = tl.full([16, D], float("-inf"), tl.float32)
     magnitude = tl.zeros([16, D], tl.float32)
-    x = _tokens(ring, new, first + j, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+    x = _tokens(j, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM)
     for i in tl.range(8, num_stages=1):
         token = i * 16 + j
         # Loaded a round ahead; the last round loads what the pass for codes begins with.
-        later = first + tl.minimum(i + 1, 7) * 16 + j
-        ahead = _tokens(ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM)
+        later = tl.minimum(i + 1, 7) * 16 + j
+        ahead = _tokens(later, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM)
         if DENSE:
             dense = at.to(tl.pointer_type(x.dtype))
             tl.store(dense + token[:, None] * HEAD_DIM + d[None, :], x, mask=channel[None, :])
@@ -196,8 +205,8 @@ def _write_keys(
             equal = (key == last).to(tl.int32)
             left = num_boosted - tl.sum((key > last).to(tl.int32), 0)
             boosted = (key > last) | ((equal == 1) & (tl.cumsum(equal, 0) <= left))
-        levels = tl.where(boosted, 15.0, 3.0)
-        scale, zero = _qparams(_saturated(low), _saturated(high), levels)
+        levels = tl.where(boosted, 15, 3)
+        scale, zero = _qparams(_saturated(low), _saturated(high), levels.to(tl.float32))
         halves = at.to(tl.pointer_type(tl.float16))
         tl.store(halves + K_SCALE // 2 + d, scale, mask=channel)
         tl.store(halves + K_ZERO // 2 + d, zero, mask=channel)
@@ -205,13 +214,13 @@ def _write_keys(
         low_words = tl.zeros([16, D], tl.int32)
         high_words = tl.zeros([16, D], tl.int32)
         for n in tl.range(8, num_stages=1):
-            later = first + ((6 - n) & 7) * 16 + j
+            later = ((6 - n) & 7) * 16 + j
             ahead = _tokens(
-                ring, new, later, past_len, token_stride, d, channel, SINK_LEN, RECENT, HAS_NEW, HEAD_DIM
-            )  # fmt: skip
+                later, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM
+            )
             codes = _codes(x, zero, inverse, levels[None, :])
             low_words = low_words * 4 + (codes & 3)
-            high_words = high_words * 4 + ((codes >> 2) & 3)
+            high_words = high_words * 4 + (codes >> 2)
             x = ahead
         words = at.to(tl.pointer_type(tl.int16)) + j[:, None] * HEAD_DIM + d[None, :]
         tl.store(words, low_words.to(tl.int16), mask=channel[None, :])
@@ -263,6 +272,7 @@ def _quantize_kernel(
     K_RECENT: tl.constexpr,
     V_RECENT: tl.constexpr,
     HAS_NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
     POLICY: tl.constexpr,
     DENSE: tl.constexpr,
     K4: tl.constexpr,
@@ -284,20 +294,22 @@ def _quantize_kernel(
     page_at = pages + page_id * page_bytes
     at = page_at + head * head_bytes
     first = page * PAGE
+    stored = past_len - SINK_LEN - first
+    before = stored.to(tl.int64)
     slot_head = (slot * num_kv_heads + head) * HEAD_DIM
     if is_value:
+        new = new_values + row * v_row_stride + head * v_head_stride - before * v_token_stride
         _write_values(
-            at, v_ring + slot_head * (V_RECENT + PAGE), new_values + row * v_row_stride + head * v_head_stride,
-            first, past_len, v_token_stride, V_LOW, V_HIGH, V_SCALE, V_ZERO, SINK_LEN, V_RECENT, HAS_NEW, DENSE, V4,
-            HEAD_DIM, D,
+            at, v_ring + slot_head * (V_RECENT + PAGE), new, first, stored, v_token_stride, V_LOW, V_HIGH, V_SCALE,
+            V_ZERO, V_RECENT, HAS_NEW, ALIGNED, DENSE, V4, HEAD_DIM, D,
         )  # fmt: skip
     else:
         at_energy = energy + row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
         at_ids = page_at + ids_at + head * ids_bytes
+        new = new_keys + row * k_row_stride + head * k_head_stride - before * k_token_stride
         _write_keys(
-            at, k_ring + slot_head * (K_RECENT + PAGE), new_keys + row * k_row_stride + head * k_head_stride,
-            first, past_len, k_token_stride, at_energy, at_ids, num_boosted, K_SCALE, K_ZERO, K_HIGH, SINK_LEN,
-            K_RECENT, HAS_NEW, POLICY, DENSE, K4, HEAD_DIM, D,
+            at, k_ring + slot_head * (K_RECENT + PAGE), new, first, stored, k_token_stride, at_energy, at_ids,
+            num_boosted, K_SCALE, K_ZERO, K_HIGH, K_RECENT, HAS_NEW, ALIGNED, POLICY, DENSE, K4, HEAD_DIM, D,
         )  # fmt: skip
 
 
@@ -337,6 +349,7 @@ def quantize_pages(
         K_RECENT=windows.k_recent_len,
         V_RECENT=windows.v_recent_len,
         HAS_NEW=keys is not None,
+        ALIGNED=all(x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:3]) for x in new),
         POLICY=policy,
         DENSE=layout.dense,
         K4=layout.num_boosted == layout.head_dim,
@@ -344,6 +357,7 @@ def quantize_pages(
         HEAD_DIM=layout.head_dim,
         D=triton.next_power_of_2(layout.head_dim),
         num_warps=4,
+        maxnreg=96 if layout.head_dim <= 128 else None,  # five programs per multiprocessor
         enable_fp_fusion=False,  # bytes equal the reference's: a product is rounded before it is added to
     )  # fmt: skip
 
