@@ -50,16 +50,19 @@ def decode_times(layout: PageLayout, boost: LayerBoost) -> dict[str, float]:
     }
 
 
-def prefill_times(layout: PageLayout, boost: LayerBoost) -> tuple[float, int]:
-    """Time and input bytes of packing 32 prompts of 8K."""
+def prefill_times(layout: PageLayout, boost: LayerBoost) -> tuple[float, float, int]:
+    """Times without and with the search for clipped ranges, and input bytes, of packing 32 prompts of 8K."""
     windows = preset("weighted").windows
     state, batch = random_layer(layout, windows, [8192] * 32)
     keys, values = (
         torch.randn(32, 8192, HEADS, DIM, device="cuda", dtype=torch.float16).transpose(1, 2) for _ in range(2)
     )
     whole = replace(batch, past_lens=torch.zeros_like(batch.seq_lens), max_new_pages=windows.packed_pages(8192)[0])
-    time = microseconds(lambda: packing.quantize_pages(state, whole, keys, values, boost, None))
-    return time, keys.nbytes + values.nbytes
+    plain, searched = (
+        microseconds(lambda search=search: packing.quantize_pages(state, whole, keys, values, boost, None, search))  # type: ignore[misc]
+        for search in (False, True)
+    )
+    return plain, searched, keys.nbytes + values.nbytes
 
 
 def main() -> None:
@@ -69,7 +72,7 @@ def main() -> None:
     layout = PageLayout(HEADS, DIM, 2, 2, DIM // 8, torch.float16)
     boost = LayerBoost("weighted", DIM // 8, query_energy=torch.rand(HEADS, DIM, device="cuda"))
     times = decode_times(layout, boost)
-    prefill, input_bytes = prefill_times(layout, boost)
+    prefill, searched, input_bytes = prefill_times(layout, boost)
     share = times["a page of all 64 sequences"] / (128 * times["attention of one step, 64 x 16K"])
     rate = input_bytes / prefill / 1e3
     print(f"{card}, torch {torch.__version__}, triton {triton.__version__}, a sum reads {bandwidth:.0f} GB/s")
@@ -77,9 +80,19 @@ def main() -> None:
     for what, time in times.items():
         print(f"| {what} | {time:.1f} |")
     print(f"| packing 32 prompts of 8K | {prefill:.1f} |")
+    print(f"| the same with the search for clipped ranges | {searched:.1f} |")
     print(f"A page's packing is {share:.2%} of the attention of the 128 steps it serves.")
     print(f"Prefill packing reads its input at {rate:.0f} GB/s, {rate / bandwidth:.0%} of what a sum reads.")
-    print(json.dumps({"card": card, "microseconds": {**times, "prefill": prefill}, "share": share, "rate": rate}))
+    print(
+        json.dumps(
+            {
+                "card": card,
+                "microseconds": {**times, "prefill": prefill, "prefill with search": searched},
+                "share": share,
+                "rate": rate,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

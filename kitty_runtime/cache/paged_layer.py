@@ -131,7 +131,7 @@ class PagedLayer:
             energy = None
             if self.query_sq_sum is not None:
                 energy = (self.query_sq_sum / batch.seq_lens[:, None, None]).sqrt()[:, None]
-            quantize_pages(state, batch, None, None, self.boost, energy)
+            quantize_pages(state, batch, None, None, self.boost, energy, self.config.clip_search)
         return out[:, :, None]
 
     def _extend(
@@ -147,7 +147,7 @@ class PagedLayer:
         self._check(*(tokens[row, :, :n] for row, n in enumerate(step.new_lens) if n for tokens in (keys, values)))
         energy = self._extend_energy(step, query)
         if batch.max_new_pages:
-            quantize_pages(state, batch, keys, values, self.boost, energy)
+            quantize_pages(state, batch, keys, values, self.boost, energy, self.config.clip_search)
         read_packed = self.config.prefill == "paged"
         out = extend_attention(query, keys, values, state, batch, softmax, read_packed)
         store_tokens(state, batch, keys, values)

@@ -51,17 +51,17 @@ def make_energy(boost, layout, batch):
     return energy[1:, 1:-1]
 
 
-def compare(state, batch, keys, values, boost, energy=None):
+def compare(state, batch, keys, values, boost, energy=None, clip_search=False):
     """The reference on the CPU, the kernel on the device. Returns the indices of pages that changed."""
     expected, got = copy_to("cpu", state), copy_to(DEVICE, state)
-    reference.quantize_pages(expected, batch, keys, values, boost, energy)
+    reference.quantize_pages(expected, batch, keys, values, boost, energy, clip_search)
     keys, values, energy = (None if x is None else x.to(DEVICE) for x in (keys, values, energy))
-    kernel.quantize_pages(got, copy_to(DEVICE, batch), keys, values, copy_to(DEVICE, boost), energy)
+    kernel.quantize_pages(got, copy_to(DEVICE, batch), keys, values, copy_to(DEVICE, boost), energy, clip_search)
     assert same(expected, got) == []
     return (expected.pages != state.pages).any(1).nonzero().flatten().tolist()
 
 
-def check(layout, windows, policy, past, new, from_rings=False, change=None):
+def check(layout, windows, policy, past, new, from_rings=False, change=None, clip_search=False):
     """Sequences of `past` tokens get `new` ones; `change` is applied to all tokens first, in place."""
     num_slots = len(past) + 2
     state = random_state(layout, windows, num_slots, NUM_PAGES, seed=sum(past))
@@ -75,7 +75,7 @@ def check(layout, windows, policy, past, new, from_rings=False, change=None):
     energy = make_energy(boost, layout, batch)
     if from_rings:
         keys, values = None, None
-    changed = compare(state, batch, keys, values, boost, energy)
+    changed = compare(state, batch, keys, values, boost, energy, clip_search)
     assert changed == sorted(pages_completed(windows, batch))
 
 
@@ -106,10 +106,11 @@ def pages_completed(windows, batch):
     ],
     ids=label,
 )
-def test_every_format_and_policy(layout, windows, policy):
+@pytest.mark.parametrize("clip_search", [False, True])
+def test_every_format_and_policy(layout, windows, policy, clip_search):
     """A page that begins in the ring, and one of keys that lies in the pass."""
     past = windows.sink_len + windows.v_recent_len + 40
-    check(layout, windows, policy, [past], [220])
+    check(layout, windows, policy, [past], [220], clip_search=clip_search)
 
 
 @pytest.mark.parametrize("policy", ["static", "running"])
@@ -206,8 +207,9 @@ def alike(tokens):
     [(PageLayout(1, 64, 2, 2, 8, BF16), "dynamic"), (PageLayout(1, 64, 2, 4, 30, F16), "weighted")],
     ids=label,
 )
-def test_unusual_numbers(change, layout, policy):
-    check(layout, RECENT, policy, [60], [100], change=change)
+@pytest.mark.parametrize("clip_search", [False, True])
+def test_unusual_numbers(change, layout, policy, clip_search):
+    check(layout, RECENT, policy, [60], [100], change=change, clip_search=clip_search)
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "weighted", "running"])

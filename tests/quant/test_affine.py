@@ -7,7 +7,7 @@ import pytest
 import torch
 from page_format import affine
 
-from kitty_runtime.quant.affine import QParams, choose_qparams, dequantize, quantize
+from kitty_runtime.quant.affine import CLIPS, QParams, choose_qparams, dequantize, quantize
 
 
 def column(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -112,3 +112,35 @@ def test_dequantize_computes_in_at_least_fp32():
     assert dequantize(codes, qparams, torch.float64).item() == exact
     assert dequantize(codes, qparams, torch.float32).item() == float(np.float32(exact))
     assert dequantize(codes, qparams, torch.float16).item() == float(np.float16(exact))
+
+
+@pytest.mark.parametrize("levels", [3, 15])
+def test_the_search_finds_the_clipped_range_of_least_squared_error(levels):
+    x = torch.randn(128, 40, generator=torch.Generator().manual_seed(0))
+    x[5, :20] *= 4  # an outlier, which is worth leaving out
+    found = choose_qparams(x, levels, dim=0, clip_search=True)
+    for channel in range(x.shape[1]):
+        column = x[:, channel].numpy()
+        low, spread = column.min(), column.max() - column.min()
+        errors = []
+        for clip in (0.0, *CLIPS):
+            scale, zero_point = np.float16(spread * (1 - 2 * clip) / levels), np.float16(low + spread * clip)
+            codes = np.clip(np.rint((column - np.float64(zero_point)) / np.float64(scale)), 0, levels)
+            errors.append((((codes * np.float64(scale) + np.float64(zero_point)) - column) ** 2).sum())
+        qparams = QParams(*(p[:, channel] for p in found))
+        error = (dequantize(quantize(x[:, channel], qparams, levels), qparams, torch.float64) - x[:, channel]) ** 2
+        assert error.sum().item() == pytest.approx(min(errors), rel=1e-3)
+
+
+def test_the_search_keeps_the_whole_range_where_clipping_gains_nothing():
+    even = torch.arange(4.0).repeat(32)[:, None]
+    for x in (even, torch.full((128, 1), 7.25)):
+        assert all(
+            torch.equal(a, b) for a, b in zip(choose_qparams(x, 3, 0, True), choose_qparams(x, 3, 0), strict=True)
+        )
+
+
+def test_the_search_takes_numbers_beyond_fp16():
+    x = torch.tensor([-1e6, 1e6, 0.0, 65504.0, 1e-7])[:, None]
+    qparams = choose_qparams(x, 3, 0, clip_search=True)
+    assert dequantize(quantize(x, qparams, 3), qparams, torch.float16).isfinite().all()

@@ -18,6 +18,7 @@ def quantize_pages(
     values: Tensor | None,
     boost: LayerBoost,
     energy: Tensor | None = None,
+    clip_search: bool = False,
 ) -> None:
     """Write every page that becomes packed between ``past_lens`` and ``seq_lens``: its keys, its values, or both.
 
@@ -31,6 +32,8 @@ def quantize_pages(
         boost: how boosted channels are chosen.
         energy: fp32 or wider ``[num_seqs, max_new_pages, num_kv_heads, head_dim]``, rms of the queries up to the
             moment each page is packed; needed if ``boost.needs_running_energy``.
+        clip_search: give each key channel the clipped range that leaves the least squared error, see
+            `kitty_runtime.quant.affine.choose_qparams`.
     Raises:
         ShapeError: the tensors do not fit the layer.
     Source: Kitty, sections 3 and 4.1; values: KIVI, section 3.
@@ -50,6 +53,6 @@ def quantize_pages(
     if backend_for(state) == "triton":
         from kitty_runtime.ops.quantize_page import triton
 
-        triton.quantize_pages(state, batch, keys, values, boost, energy)
+        triton.quantize_pages(state, batch, keys, values, boost, energy, clip_search)
     else:
-        reference.quantize_pages(state, batch, keys, values, boost, energy)
+        reference.quantize_pages(state, batch, keys, values, boost, energy, clip_search)

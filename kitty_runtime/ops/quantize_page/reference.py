@@ -19,6 +19,7 @@ def quantize_pages(
     values: Tensor | None,
     boost: LayerBoost,
     energy: Tensor | None,
+    clip_search: bool = False,
 ) -> None:
     """See `kitty_runtime.ops.quantize_page.api.quantize_pages`."""
     spans = zip(batch.slots.tolist(), batch.past_lens.tolist(), batch.seq_lens.tolist(), strict=True)
@@ -30,7 +31,7 @@ def quantize_pages(
             new = None if keys is None else keys[row]
             tokens = _page_tokens(state.k_ring[slot], new, k_before, k_after, past_len, state.windows.sink_len)
             channels = boost.choose(tokens, None if energy is None else energy[row, : k_after - k_before])
-            _quantize_keys(state.pages, page_ids[k_before:k_after], tokens, channels, state.layout)
+            _quantize_keys(state.pages, page_ids[k_before:k_after], tokens, channels, state.layout, clip_search)
         if v_after > v_before:
             new = None if values is None else values[row]
             tokens = _page_tokens(state.v_ring[slot], new, v_before, v_after, past_len, state.windows.sink_len)
@@ -53,7 +54,9 @@ def _page_tokens(ring: Tensor, new: Tensor | None, first: int, stop: int, past_l
     return tokens.reshape(ring.shape[0], stop - first, PAGE_SIZE, ring.shape[2]).transpose(0, 1)
 
 
-def _quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout) -> None:
+def _quantize_keys(
+    pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channels: Tensor, layout: PageLayout, clip_search: bool
+) -> None:
     """Keys ``[n, num_kv_heads, 128, head_dim]`` and their boosted channels to pages `page_ids`."""
     if layout.dense:
         layout.dense_keys(pages)[page_ids] = keys
@@ -61,7 +64,7 @@ def _quantize_keys(pages: Tensor, page_ids: Tensor, keys: Tensor, boosted_channe
     levels = torch.full((*keys.shape[:-2], layout.head_dim), 3, device=keys.device)
     levels.scatter_(-1, boosted_channels, 15)
     levels = levels.unsqueeze(-2)
-    qparams = choose_qparams(keys, levels, dim=-2)
+    qparams = choose_qparams(keys, levels, dim=-2, clip_search=clip_search)
     codes = quantize(keys, qparams, levels)
     field = layout.fields(pages)
     field.k_low[page_ids] = pack_tokens(codes & 3, dim=-2)

@@ -12,41 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kitty_runtime.ops.operands import Batch, LayerState
+from kitty_runtime.ops.quantize_page.triton_affine import MIN_SCALE, codes_of, inverse_of, qparams_of, saturated
 from kitty_runtime.quant.boost import LayerBoost
 
 PAGE = tl.constexpr(128)
-FP16_MAX = tl.constexpr(65504.0)
-FP16_OVERFLOW = tl.constexpr(65520.0)
-MIN_SCALE = tl.constexpr(1e-6)
-ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added to a small number it rounds half to even and leaves the integer in the lowest bits."""
-ROUND_BITS = tl.constexpr(0x4B400000)
-
-
-@triton.jit
-def _qparams(low, high, levels):
-    """fp16 scale and zero point; see `kitty_runtime.quant.affine.choose_qparams`."""
-    scale = tl.maximum(tl.math.div_rn(high - low, levels), MIN_SCALE).to(tl.float16)
-    zero = low.to(tl.float16)
-    overflows = scale.to(tl.float32) * levels + zero.to(tl.float32) >= FP16_OVERFLOW
-    scale = (scale.to(tl.int16, bitcast=True) - overflows.to(tl.int16)).to(tl.float16, bitcast=True)
-    return scale, zero
-
-
-@triton.jit
-def _inverse(scale):
-    return tl.math.div_rn(1.0, scale.to(tl.float32))
-
-
-@triton.jit
-def _codes(x, zero, inverse, levels):
-    """Codes as int32; see `kitty_runtime.quant.affine.quantize`.
-
-    Beyond +-65504 nothing needs to saturate: the range did, and codes end at its ends. So do numbers too large for the
-    rounding: their bits stay in order.
-    """
-    rounded = ((x.to(tl.float32) - zero) * inverse + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
-    return tl.maximum(tl.minimum(rounded, levels), 0)
 
 
 @triton.jit
@@ -77,8 +46,36 @@ def _tokens(
 
 
 @triton.jit
-def _saturated(x):
-    return tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX)
+def _error(
+    qscale,
+    qzero,
+    levels,
+    inverse_spread,
+    ring,
+    new,
+    first,
+    stored,
+    token_stride,
+    d,
+    channel,
+    RECENT: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Squared error of a page's keys per channel; see `kitty_runtime.quant.affine._error`."""
+    j = tl.arange(0, 16)
+    zero, scale = qzero.to(tl.float32)[None, :], qscale.to(tl.float32)[None, :]
+    inverse = inverse_of(qscale)[None, :]
+    sums = tl.zeros([16, D], tl.int32)
+    for i in tl.range(8, num_stages=1):
+        x = _tokens(i * 16 + j, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM)
+        x = saturated(x.to(tl.float32))
+        codes = codes_of(x, zero, inverse, levels[None, :])
+        off = (x - (codes.to(tl.float32) * scale + zero)) * inverse_spread[None, :]
+        sums += (tl.minimum(off * off, 1.0) * 8388608.0).to(tl.int32)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -124,10 +121,10 @@ def _write_values(
                 low = tl.where(channel[None, :], x, float("inf"))
                 high = tl.where(channel[None, :], x, float("-inf"))
             low, high = tl.min(low, 1).to(tl.float32), tl.max(high, 1).to(tl.float32)
-            scale, zero = _qparams(_saturated(low), _saturated(high), levels)
+            scale, zero = qparams_of(saturated(low), saturated(high), levels)
             tl.store(halves + V_SCALE // 2 + token, scale)
             tl.store(halves + V_ZERO // 2 + token, zero)
-            codes = _codes(x, zero.to(tl.float32)[:, None], _inverse(scale)[:, None], levels)
+            codes = codes_of(x, zero.to(tl.float32)[:, None], inverse_of(scale)[:, None], levels)
             if V4:
                 high_words = high_words * 4 + (codes >> 2)
                 codes &= 3
@@ -158,6 +155,7 @@ def _write_keys(
     HAS_NEW: tl.constexpr,
     ALIGNED: tl.constexpr,
     POLICY: tl.constexpr,
+    CLIP_SEARCH: tl.constexpr,
     DENSE: tl.constexpr,
     K4: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -206,11 +204,25 @@ def _write_keys(
             left = num_boosted - tl.sum((key > last).to(tl.int32), 0)
             boosted = (key > last) | ((equal == 1) & (tl.cumsum(equal, 0) <= left))
         levels = tl.where(boosted, 15, 3)
-        scale, zero = _qparams(_saturated(low), _saturated(high), levels.to(tl.float32))
+        low, high = saturated(low), saturated(high)
+        scale, zero = qparams_of(low, high, levels.to(tl.float32))
+        if CLIP_SEARCH:
+            spread = high - low
+            per_spread = tl.math.div_rn(1.0, tl.maximum(spread, MIN_SCALE))
+            least = tl.full([D], 2**31 - 1, tl.int32)
+            for clip in tl.range(0, 3, num_stages=1):
+                narrower = spread * (clip * 0.0625)
+                other, at_zero = qparams_of(low + narrower, high - narrower, levels.to(tl.float32))
+                error = _error(
+                    other, at_zero, levels, per_spread, ring, new, first, stored, token_stride, d, channel, RECENT,
+                    HAS_NEW, ALIGNED, HEAD_DIM, D,
+                )  # fmt: skip
+                scale, zero = tl.where(error < least, other, scale), tl.where(error < least, at_zero, zero)
+                least = tl.minimum(error, least)
         halves = at.to(tl.pointer_type(tl.float16))
         tl.store(halves + K_SCALE // 2 + d, scale, mask=channel)
         tl.store(halves + K_ZERO // 2 + d, zero, mask=channel)
-        zero, inverse = zero.to(tl.float32)[None, :], _inverse(scale)[None, :]
+        zero, inverse = zero.to(tl.float32)[None, :], inverse_of(scale)[None, :]
         low_words = tl.zeros([16, D], tl.int32)
         high_words = tl.zeros([16, D], tl.int32)
         for n in tl.range(8, num_stages=1):
@@ -218,7 +230,7 @@ def _write_keys(
             ahead = _tokens(
                 later, ring, new, first, stored, token_stride, d, channel, RECENT, HAS_NEW, ALIGNED, HEAD_DIM
             )
-            codes = _codes(x, zero, inverse, levels[None, :])
+            codes = codes_of(x, zero, inverse, levels[None, :])
             low_words = low_words * 4 + (codes & 3)
             high_words = high_words * 4 + (codes >> 2)
             x = ahead
@@ -274,6 +286,7 @@ def _quantize_kernel(
     HAS_NEW: tl.constexpr,
     ALIGNED: tl.constexpr,
     POLICY: tl.constexpr,
+    CLIP_SEARCH: tl.constexpr,
     DENSE: tl.constexpr,
     K4: tl.constexpr,
     V4: tl.constexpr,
@@ -309,7 +322,8 @@ def _quantize_kernel(
         new = new_keys + row * k_row_stride + head * k_head_stride - before * k_token_stride
         _write_keys(
             at, k_ring + slot_head * (K_RECENT + PAGE), new, first, stored, k_token_stride, at_energy, at_ids,
-            num_boosted, K_SCALE, K_ZERO, K_HIGH, K_RECENT, HAS_NEW, ALIGNED, POLICY, DENSE, K4, HEAD_DIM, D,
+            num_boosted, K_SCALE, K_ZERO, K_HIGH, K_RECENT, HAS_NEW, ALIGNED, POLICY, CLIP_SEARCH, DENSE, K4, HEAD_DIM,
+            D,
         )  # fmt: skip
 
 
@@ -320,6 +334,7 @@ def quantize_pages(
     values: Tensor | None,
     boost: LayerBoost,
     energy: Tensor | None,
+    clip_search: bool = False,
 ) -> None:
     """See `kitty_runtime.ops.quantize_page.api.quantize_pages`."""
     layout, windows = state.layout, state.windows
@@ -351,13 +366,15 @@ def quantize_pages(
         HAS_NEW=keys is not None,
         ALIGNED=all(x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:3]) for x in new),
         POLICY=policy,
+        CLIP_SEARCH=clip_search,
         DENSE=layout.dense,
         K4=layout.num_boosted == layout.head_dim,
         V4=layout.v_bits == 4,
         HEAD_DIM=layout.head_dim,
         D=triton.next_power_of_2(layout.head_dim),
         num_warps=4,
-        maxnreg=96 if layout.head_dim <= 128 else None,  # five programs per multiprocessor
+        # Five programs per multiprocessor.
+        maxnreg=96 if layout.head_dim <= 128 and not clip_search else None,
         enable_fp_fusion=False,  # bytes equal the reference's: a product is rounded before it is added to
     )  # fmt: skip
 
