@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 WORDS = tl.constexpr(16)
 LOG2E = tl.constexpr(1.4426950408889634)
 CODE_UNIT = tl.constexpr(16777216.0)
 """2**24: a masked code is the fp16 subnormal code * 4**i * 2**-24."""
+
+
+def rows_are_aligned(tokens: Tensor) -> bool:
+    """Whether every row of 16-bit ``[..., head_dim]`` tokens begins on 16 bytes; kernels then load it in vectors."""
+    return tokens.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in tokens.stride()[:-1])
 
 
 @triton.jit

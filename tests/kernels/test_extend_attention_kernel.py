@@ -102,6 +102,8 @@ def test_tensors_of_any_strides():
     out = kernel.extend_attention(query, keys, values, state, batch, softmax, True)
     strided = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, keys, values))
     assert torch.equal(out, kernel.extend_attention(*strided, state, batch, softmax, True))
+    odd = (torch.nn.functional.pad(x, (1, 0))[..., 1:] for x in (query, keys, values))  # rows off any vector's boundary
+    assert torch.equal(out, kernel.extend_attention(*odd, state, batch, softmax, True))
 
 
 def test_a_first_pass_may_read_nothing_packed():

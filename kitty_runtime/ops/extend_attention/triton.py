@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
-from kitty_runtime.ops.triton_pages import LOG2E, WORDS, capped
+from kitty_runtime.ops.triton_pages import LOG2E, WORDS, capped, rows_are_aligned
 
 PAGE = tl.constexpr(128)
 TILE = tl.constexpr(64)
@@ -105,13 +105,23 @@ def _packed_values(
 
 @triton.jit
 def _rows_of(
-    pos, past_len, sink, ring, new, token_stride, SINK_LEN: tl.constexpr, RING: tl.constexpr, HEAD_DIM: tl.constexpr
+    pos,
+    past_len,
+    sink,
+    ring,
+    new,
+    token_stride,
+    SINK_LEN: tl.constexpr,
+    RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Where tokens lie that are not packed: in the sink, the ring, or among the new ones."""
     row = ring + (tl.maximum(pos - SINK_LEN, 0) % RING) * HEAD_DIM
     if SINK_LEN > 0:
         row = tl.where(pos < SINK_LEN, sink + pos * HEAD_DIM, row)
-    return tl.where(pos >= past_len, new + tl.maximum(pos - past_len, 0).to(tl.int64) * token_stride, row)
+    row = tl.where(pos >= past_len, new + tl.maximum(pos - past_len, 0).to(tl.int64) * token_stride, row)
+    return tl.multiple_of(row, 16) if ALIGNED else row
 
 
 @triton.jit
@@ -182,6 +192,7 @@ def _extend_kernel(
     SINK_LEN: tl.constexpr,
     K_RECENT: tl.constexpr,
     V_RECENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
     OPERAND: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -253,7 +264,7 @@ def _extend_kernel(
         else:
             at = SINK_LEN + step // 2 * PAGE + token
             v_row = _rows_of(
-                at, past_len, v_sink_at, v_ring_at, new_v, v_token_stride, SINK_LEN, V_RECENT + PAGE, HEAD_DIM
+                at, past_len, v_sink_at, v_ring_at, new_v, v_token_stride, SINK_LEN, V_RECENT + PAGE, HEAD_DIM, ALIGNED
             )
             v = tl.load(v_row[:, None] + d[None, :], mask=channel[None, :], other=0.0).to(OPERAND)
             acc = tl.dot(weights.to(OPERAND), v, acc)
@@ -268,7 +279,7 @@ def _extend_kernel(
         stored = at < tl.where(in_sink, sink_end, end)
         k_row = _rows_of(
             at, past_len, k_sink + slot_head * SINK_LEN * HEAD_DIM, k_ring + slot_head * (K_RECENT + PAGE) * HEAD_DIM,
-            new_k, k_token_stride, SINK_LEN, K_RECENT + PAGE, HEAD_DIM,
+            new_k, k_token_stride, SINK_LEN, K_RECENT + PAGE, HEAD_DIM, ALIGNED,
         )  # fmt: skip
         k = tl.load(k_row[None, :] + d[:, None], mask=stored[None, :] & channel[:, None], other=0.0).to(OPERAND)
         s = tl.dot(q, k) * q_scale
@@ -276,7 +287,9 @@ def _extend_kernel(
             s = capped(s, softcap)
         s = tl.where(stored[None, :] & (at[None, :] <= pos[:, None]), s, float("-inf"))
         weights, top, denom, acc = _softmax_step(s, top, denom, acc)
-        v_row = _rows_of(at, past_len, v_sink_at, v_ring_at, new_v, v_token_stride, SINK_LEN, V_RECENT + PAGE, HEAD_DIM)
+        v_row = _rows_of(
+            at, past_len, v_sink_at, v_ring_at, new_v, v_token_stride, SINK_LEN, V_RECENT + PAGE, HEAD_DIM, ALIGNED
+        )
         v = tl.load(v_row[:, None] + d[None, :], mask=stored[:, None] & channel[None, :], other=0.0).to(OPERAND)
         acc = tl.dot(weights.to(OPERAND), v, acc)
 
@@ -334,6 +347,7 @@ def extend_attention(
         SINK_LEN=windows.sink_len,
         K_RECENT=windows.k_recent_len,
         V_RECENT=windows.v_recent_len,
+        ALIGNED=all(rows_are_aligned(x) for x in (keys, values)),
         OPERAND=operand,
         PACKED=operand if layout.dense else tl.float16,
         num_warps=8 if padded >= 128 else 4,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.ops.quantize_page.triton_affine import MIN_SCALE, codes_of, inverse_of, qparams_of, saturated
+from kitty_runtime.ops.triton_pages import rows_are_aligned
 from kitty_runtime.quant.boost import LayerBoost
 
 PAGE = tl.constexpr(128)
@@ -364,7 +365,7 @@ def quantize_pages(
         K_RECENT=windows.k_recent_len,
         V_RECENT=windows.v_recent_len,
         HAS_NEW=keys is not None,
-        ALIGNED=all(x.data_ptr() % 16 == 0 and all(n % 8 == 0 for n in x.stride()[:3]) for x in new),
+        ALIGNED=all(rows_are_aligned(x) for x in new),
         POLICY=policy,
         CLIP_SEARCH=clip_search,
         DENSE=layout.dense,
