@@ -23,6 +23,8 @@ from kitty_runtime.errors import ConfigError, DataError, KittyError
 
 INTERRUPTED = 130
 
+_FULL_DISK = DataError("The output cannot be written: no space left on the device.", "Free some space.")
+
 app = typer.Typer(
     name="kitty",
     help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages.",
@@ -49,7 +51,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             if problem.errno != errno.ENOSPC or os.environ.get("KITTY_DEBUG"):
                 raise
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            output.error(DataError("The output cannot be written: no space left on the device.", "Free some space."))
+            output.error(_FULL_DISK)
             raise typer.Exit(1) from None
         except (Exception, KeyboardInterrupt) as problem:
             if _interrupted(problem):
@@ -102,7 +104,17 @@ def options(
 
 def main() -> None:
     """Entry point of `kitty` and `kitty-kv`."""
-    app()
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  closed by the caller: messages go nowhere
+    if sys.stdout is None:
+        output.error(DataError("There is no output: stdout is closed.", "Leave it open, or redirect it."))
+        raise SystemExit(1)
+    try:
+        app()
+    except OSError as problem:  # of help, which no command guards
+        if problem.errno != errno.ENOSPC or os.environ.get("KITTY_DEBUG"):
+            raise
+        output.error(_FULL_DISK)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

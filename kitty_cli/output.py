@@ -24,12 +24,12 @@ _PIPED_WIDTH = 100
 
 def stdout() -> Console:
     """Console for data; made anew so that it follows a redirected stream."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+    return Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
 
 
 def stderr() -> Console:
     """Console for everything that is not data."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def show(renderable: RenderableType) -> None:

@@ -54,10 +54,12 @@ def check_writable(path: Path) -> None:
     """Verify before a long measurement that `save_profile` will be able to write there; makes the folder.
 
     Raises:
-        ProfileError: a folder, or in a folder that cannot be written.
+        ProfileError: a folder or device, or in a folder that cannot be written.
     """
     if path.is_dir():
         raise ProfileError(f"{path} is a folder.", "Name the file: --output FILE")
+    if path.exists() and not path.is_file():
+        raise ProfileError(f"{path} is no file.", "Name a file: --output FILE")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)

@@ -65,7 +65,9 @@ def profile(
     max_seq_length: Annotated[
         int, typer.Option(help="Tokens of a window.", rich_help_panel=_CALIBRATION, min=1)
     ] = MAX_SEQ_LENGTH,
-    seed: Annotated[int, typer.Option(help="Which windows of the text.", rich_help_panel=_CALIBRATION)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Which windows of the text.", rich_help_panel=_CALIBRATION, min=0, max=2**63 - 1)
+    ] = 0,
     skip_layers: Annotated[
         str,
         typer.Option(

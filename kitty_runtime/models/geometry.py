@@ -189,7 +189,7 @@ def _refuse_without_attention_interface(config: PreTrainedConfig, text_config: A
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     known = [type(c) for c in (text_config, config) if type(c) in MODEL_FOR_CAUSAL_LM_MAPPING]
-    if not known:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # LLaVA: its text model could be loaded, the whole cannot
         if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
             return
         raise UnsupportedModelError(f"{config.model_type} has no text-generation model in transformers.", _NEXT_STEP)

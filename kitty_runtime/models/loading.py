@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEMO = "demo"
-_READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
+_LONGEST_NAME = 1024
+"""No path or hub id is longer; file systems refuse to look such a name up."""
+
+_READ_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, ArithmeticError)
 """What transformers raises for files that are missing, damaged or of another format."""
 _GGUF_READ_ERRORS = (struct.error, IndexError)
 _TRUST_HINT = "Read that code, then add --trust-remote-code if you trust it."
@@ -69,6 +72,8 @@ def resolve_model(name: str | None, progress: Callable[[str], None] | None = Non
     Raises:
         ModelLoadError: no such folder or file, not a hub id, or the demo model's package is missing.
     """
+    if name is not None and not name.strip():
+        raise ModelLoadError("MODEL is empty.", f"Name a model, such as {DEMO}, or leave it out.")
     if name not in (None, DEMO):
         return _resolve_name(name)
     preferred = os.environ.get("KITTY_MODEL", DEMO)
@@ -178,6 +183,10 @@ def cache_kwarg(model: PreTrainedModel) -> str:
 def _resolve_name(name: str) -> ModelSource:
     if name == DEMO:
         return ModelSource(DEMO_NAME, str(demo_model_dir()))
+    if len(name) > _LONGEST_NAME:
+        raise ModelLoadError(
+            f"{name[:40]!r}... ({len(name)} characters) is no model.", "Name a model before a message."
+        )
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return _folder_source(name, path)

@@ -128,6 +128,27 @@ def test_models_that_are_none(refused, name):
     assert name in refused(1, "info", name)
 
 
+@pytest.mark.parametrize(("name", "said"), [("x" * 5000, "(5000 characters) is no model"), (" ", "MODEL is empty")])
+def test_arguments_that_can_be_no_model(refused, name, said):
+    assert said in refused(1, "info", name)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"model_type": "llava"}', "llava has no text-generation model"),
+        ('{"model_type": "llama", "hidden_size": -64, "num_attention_heads": 0}', "cannot be read"),
+    ],
+)
+def test_configs_that_no_decoder_has(refused, tmp_path, config, said):
+    (tmp_path / "config.json").write_text(config)
+    assert said in refused(1, "info", tmp_path)
+
+
+def test_colons_in_what_was_typed_are_no_emoji(refused, model_dir):
+    assert "'nope:b:c'" in refused(2, "info", model_dir, "--preset", "nope:b:c")
+
+
 def test_architecture_without_full_attention(refused, tmp_path):
     config = tiny_config("gemma2", layer_types=["sliding_attention", "sliding_attention"])
     config.save_pretrained(tmp_path)
@@ -167,7 +188,7 @@ def test_names_with_brackets_stay(call, tmp_path, model_dir):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-@pytest.mark.parametrize("flags", [(), ("--json",)])
+@pytest.mark.parametrize("flags", [(), ("--json",), ("--help",)])
 def test_a_full_disk_is_one_line(model_dir, flags):
     command = [sys.executable, "-m", "kitty_cli.main", "info", str(model_dir), *flags]
     with open("/dev/full", "w") as full:
@@ -176,6 +197,17 @@ def test_a_full_disk_is_one_line(model_dir, flags):
     assert "no space left" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(("closed", "code", "said"), [(1, 1, "Error: There is no output"), (2, 0, "")])
+def test_closed_streams(model_dir, closed, code, said):
+    command = [sys.executable, "-m", "kitty_cli.main", "info", str(model_dir)]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}>&-', "sh", *command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr.startswith(said)) == (code, True)
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (code == 0)
 
 
 def test_a_pipe_gets_plain_json(run):

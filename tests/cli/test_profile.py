@@ -154,6 +154,7 @@ def never_loads(monkeypatch):
         (["--output", "/dev/null/below"], 1, "/dev/null/below cannot be written"),
         (["--output", ""], 1, "is a folder"),
         (["--output", "/tmp"], 1, "/tmp is a folder"),
+        (["--output", "/dev/null"], 1, "/dev/null is no file"),
     ],
 )
 def test_refused_before_weights_load(refused, model_dir, flags, code, said):
