@@ -1,0 +1,1 @@
+"""Continuous batching on 2-bit pages: requests join and leave at every step."""
