@@ -116,7 +116,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Share out `memory_bytes` between 16-bit weights, the runtime and the cache."""
     weights = geometry.num_parameters * BYTES_16
-    runtime = max(GIB, int(RUNTIME_SHARE * memory_bytes))
+    runtime = runtime_bytes(memory_bytes)
     kv = max(0, memory_bytes - weights - runtime)
     limit = geometry.max_position_embeddings or 2**24
     seq_len = min(seq_len, limit)
@@ -139,6 +139,11 @@ def plan_memory(
         largest_batch=kv // at_length.total,
         dense_batch=kv // at_length.dense,
     )
+
+
+def runtime_bytes(memory_bytes: int) -> int:
+    """What stays free of a memory beside weights and cache."""
+    return max(GIB, int(RUNTIME_SHARE * memory_bytes))
 
 
 def _longest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -60,6 +60,7 @@ ALLOWED = {
     "profiles": ("quant", "models.geometry", *BASE),
     "cache": ("ops", "quant", "profiles", "models.attention", "models.geometry", *BASE),
     "models": ("ops", *BASE),
+    "engine": ("cache", "ops", "quant", "profiles", "memory", "models", *BASE),
 }
 FORBIDDEN_TO_ALL = ("typer", "rich", "click", "kitty_cli")
 
@@ -79,8 +80,10 @@ def test_direction_of_imports(room):
     assert checked
 
 
-def test_the_page_pool_config_and_errors_know_no_torch():
-    for name in ("kitty_runtime.cache.page_pool", "kitty_runtime.config", "kitty_runtime.errors", "kitty_runtime"):
+def test_bookkeeping_knows_no_torch():
+    scheduling = tuple(f"kitty_runtime.engine.{name}" for name in ("request", "sequence", "scheduler"))
+    bare = ("kitty_runtime.cache.page_pool", "kitty_runtime.config", "kitty_runtime.errors", "kitty_runtime")
+    for name in (*bare, *scheduling):
         path = "kitty_runtime.__init__" if name == "kitty_runtime" else name
         wrong = {x for x in imports(trees()[path], type_checking=False) if inside(x, ("torch", "triton", "numpy"))}
         assert not wrong, f"{name} imports {sorted(wrong)}"

@@ -168,6 +168,7 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = False
     is_sliding = False
+    attention_name = ATTENTION
 
     def __init__(self, model_config: PreTrainedConfig) -> None:
         super().__init__()
@@ -182,10 +183,10 @@ class AttendingLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the pass's keys and values; they are stored when the attention function brings the queries."""
         implementation = self._model_config._attn_implementation
-        if implementation != ATTENTION or self._pending is not None:
+        if implementation != self.attention_name or self._pending is not None:
             raise ConfigError(
                 f"The model's attention is {implementation!r}, which cannot read this cache.",
-                f'Call model.set_attn_implementation("{ATTENTION}") first.',
+                f'Call model.set_attn_implementation("{self.attention_name}") first.',
             )
         self.lazy_initialization(key_states, value_states)
         self._pending = key_states, value_states

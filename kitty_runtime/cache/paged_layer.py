@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kitty_runtime.cache.step import Step
+from kitty_runtime.cache.step import PackedStep, Step
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.errors import NumericsError, ShapeError
 from kitty_runtime.ops.decode_attention.api import decode_attention
 from kitty_runtime.ops.extend_attention.api import extend_attention
-from kitty_runtime.ops.operands import LayerState, SoftmaxSpec
+from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.quantize_page.api import quantize_pages
 from kitty_runtime.ops.store_tokens.api import store_tokens
 from kitty_runtime.quant.affine import FP16_MAX
@@ -108,29 +108,32 @@ class PagedLayer:
                 f"{layout.num_kv_heads} heads of {layout.head_dim}"
             )
         if step.is_decode:
-            return self._decode(step, query, keys, values, softmax)
+            return self.decode(step.batch(keys.device), query, keys, values, softmax)
+        if isinstance(step, PackedStep):  # without padding: all are tokens
+            self._check_unless_costly(keys, values)
         query, keys, values = (step.compact(tokens) for tokens in (query, keys, values))
+        if not isinstance(step, PackedStep):
+            self._check(*(t[row, :, :n] for row, n in enumerate(step.new_lens) if n for t in (keys, values)))
         return step.expand(self._extend(step, query, keys, values, softmax))
 
-    def _decode(
-        self,
-        step: Step,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        softmax: SoftmaxSpec,
-    ) -> Tensor:
-        state, batch = self.state, step.batch(keys.device)
-        if keys.device.type == "cpu":  # on a GPU this would stop the stream at every step
-            self._check(keys, values)
+    def decode(self, batch: Batch, query: Tensor, keys: Tensor, values: Tensor, softmax: SoftmaxSpec) -> Tensor:
+        """`attend` for one new token per sequence: on a GPU no stop of the stream, and no launch that depends on
+        lengths.
+
+        Args:
+            batch: the sequences; all its tensors may change between calls, as those of a captured graph do.
+        """
+        state = self.state
+        self._check_unless_costly(keys, values)
         store_tokens(state, batch, keys, values)
         if self.query_sq_sum is not None:
-            self.query_sq_sum += self._group_mean_sq(query)[:, :, 0]
+            self._begin_energies(batch)
+            self.query_sq_sum.index_add_(0, batch.slots, self._group_mean_sq(query)[:, :, 0])
         out = decode_attention(query[:, :, 0], state, batch, softmax)
         if batch.max_new_pages:
             energy = None
             if self.query_sq_sum is not None:
-                energy = (self.query_sq_sum / batch.seq_lens[:, None, None]).sqrt()[:, None]
+                energy = (self.query_sq_sum[batch.slots] / batch.seq_lens[:, None, None]).sqrt()[:, None]
             quantize_pages(state, batch, None, None, self.boost, energy, self.config.clip_search)
         return out[:, :, None]
 
@@ -144,7 +147,6 @@ class PagedLayer:
     ) -> Tensor:
         """Many new tokens, ``[num_seqs, heads, n, head_dim]``: pack what becomes complete, attend, store."""
         state, batch = self.state, step.batch(keys.device)
-        self._check(*(tokens[row, :, :n] for row, n in enumerate(step.new_lens) if n for tokens in (keys, values)))
         energy = self._extend_energy(step, query)
         if batch.max_new_pages:
             quantize_pages(state, batch, keys, values, self.boost, energy, self.config.clip_search)
@@ -158,22 +160,36 @@ class PagedLayer:
         if self.query_sq_sum is None:
             return None
         windows, squares = step.windows, self._group_mean_sq(query)
+        batch = step.batch(query.device)
+        self._begin_energies(batch)
+        slots = range(len(step.past_lens)) if step.slots is None else step.slots
         num_seqs, num_kv_heads, _, head_dim = squares.shape
         energies = squares.new_zeros((num_seqs, step.max_new_pages, num_kv_heads, head_dim))
-        for row, (past_len, n) in enumerate(zip(step.past_lens, step.new_lens, strict=True)):
+        for row, (slot, past_len, n) in enumerate(zip(slots, step.past_lens, step.new_lens, strict=True)):
             page = 0
             for start, stop in windows.tiles(past_len, past_len + n):
-                self.query_sq_sum[row] += squares[row, :, start - past_len : stop - past_len].sum(1)
+                self.query_sq_sum[slot] += squares[row, :, start - past_len : stop - past_len].sum(1)
                 if windows.packed_pages(stop)[0] > windows.packed_pages(start)[0]:
-                    energies[row, page] = (self.query_sq_sum[row] / stop).sqrt()
+                    energies[row, page] = (self.query_sq_sum[slot] / stop).sqrt()
                     page += 1
         return energies
+
+    def _begin_energies(self, batch: Batch) -> None:
+        """A slot that a new sequence takes starts its sum anew."""
+        assert self.query_sq_sum is not None
+        begins = (batch.past_lens == 0)[:, None, None]
+        self.query_sq_sum.index_copy_(0, batch.slots, self.query_sq_sum[batch.slots].masked_fill(begins, 0))
 
     def _group_mean_sq(self, query: Tensor) -> Tensor:
         """Mean squared query of each GQA group: ``[num_seqs, num_kv_heads, n, head_dim]``."""
         num_seqs, _, n, head_dim = query.shape
         groups = query.reshape(num_seqs, self.state.layout.num_kv_heads, -1, n, head_dim)
         return groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
+
+    def _check_unless_costly(self, *tensors: Tensor) -> None:
+        """On a GPU a look at the numbers would stop the stream, at every layer."""
+        if tensors[0].device.type == "cpu":
+            self._check(*tensors)
 
     def _check(self, *tensors: Tensor) -> None:
         """Refuse what is not finite; say once that pages cannot hold what is too large for them."""

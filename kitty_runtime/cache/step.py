@@ -21,18 +21,20 @@ class Step:
         new_lens: tokens each sequence appends.
         tables: page ids per sequence, those that become packed by this pass included.
         real: bool ``[num_seqs, n]`` on the host, which columns of the pass are tokens; None = all.
+        slots: each sequence's row in sinks and rings; None = its number in the batch.
     """
 
     windows: Windows
     past_lens: list[int]
     new_lens: list[int]
     tables: list[list[int]]
-    real: Tensor | None
+    real: Tensor | None = None
+    slots: list[int] | None = None
     _batches: dict[torch.device, Batch] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
-        """One new token in every sequence."""
+        """One new token in every sequence, a column of the pass."""
         return self.real is None and all(n == 1 for n in self.new_lens)
 
     @property
@@ -63,7 +65,7 @@ class Step:
             on_host = on_host.pin_memory()
         on_device = on_host.to(device, non_blocking=True)
         return Batch(
-            slots=torch.arange(num_seqs, device=device),
+            slots=torch.tensor(list(range(num_seqs)) if self.slots is None else self.slots, device=device),
             page_table=on_device[:, 2:].contiguous(),
             past_lens=on_device[:, 0].contiguous(),
             seq_lens=on_device[:, 1].contiguous(),
@@ -90,3 +92,24 @@ class Step:
         """int64 ``[num_seqs, n]``: the real columns of each row, in order, then the padding."""
         assert self.real is not None
         return (~self.real).to(torch.int8).argsort(dim=1, stable=True).to(tokens.device)
+
+
+@dataclass
+class PackedStep(Step):
+    """A pass whose sequences lie one after the other in a single row, as the engine reads prompts: no padding."""
+
+    @property
+    def is_decode(self) -> bool:
+        return False
+
+    def compact(self, tokens: Tensor) -> Tensor:
+        """Tokens ``[1, heads, num_tokens, head_dim]`` as ``[num_seqs, heads, n, head_dim]``, n of the longest."""
+        starts = torch.tensor([0, *self.new_lens[:-1]]).cumsum(0)
+        column = torch.arange(max(self.new_lens)).minimum(torch.tensor(self.new_lens)[:, None] - 1)
+        return tokens[0][:, (starts[:, None] + column).to(tokens.device)].transpose(0, 1)
+
+    def expand(self, compacted: Tensor) -> Tensor:
+        """Inverse of `compact`."""
+        real = torch.arange(compacted.shape[2]) < torch.tensor(self.new_lens)[:, None]
+        rows, columns = (index.to(compacted.device) for index in real.nonzero(as_tuple=True))
+        return compacted[rows, :, columns].transpose(0, 1)[None]

@@ -102,7 +102,7 @@ def check_memory(name: str, needed_bytes: int, dtype_name: str, device: torch.de
     Raises:
         ModelLoadError: the device has less free memory than that. Where it cannot be known, all is well.
     """
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is not None and needed_bytes > free:
         raise ModelLoadError(
             f"{name} needs {needed_bytes / 1e9:.1f} GB for its weights in {dtype_name}, "
@@ -137,7 +137,8 @@ def _check_header(name: str, file: Path) -> None:
         ) from error
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device, or None where it cannot be known."""
     import torch
 
     if device.type == "cuda":

@@ -281,7 +281,7 @@ class TestBeforeWeightsLoad:
         assert "git lfs pull" in refusal(load_model, resolve_model(str(folder)), device="cpu")
 
     def test_too_large(self, folder, monkeypatch):
-        monkeypatch.setattr(preflight, "_free_bytes", lambda device: 1000)
+        monkeypatch.setattr(preflight, "free_bytes", lambda device: 1000)
         text = refusal(load_model, resolve_model(str(folder)), device="cpu")
         assert "tiny-llama needs 0.0 GB for its weights in float32, but cpu has 0.0 GB" in text
         assert "smaller model" in text
