@@ -147,7 +147,7 @@ def _load(session: ChatSession, argument: str) -> None:
             f"{path} is not a saved conversation: {_reason(error)}.", "Save one with /save FILE."
         ) from error
     session.messages = messages
-    session.forget_cache()
+    session.forget_tokens()
     output.note(f"Loaded {len(messages)} messages; the next answer reads them again.")
 
 
@@ -169,15 +169,15 @@ def _reason(error: Exception) -> str:
 
 def stats(session: ChatSession) -> str:
     """The cache's tokens, pages and bytes."""
-    if session.cache.get_seq_length() == 0:
+    if session.num_stored == 0:
         return "The cache is empty."
-    paged = session.cache.paged
-    used, allocated = paged.used_bytes(), paged.allocated_bytes()
-    lines = [f"{sum(paged.lens)} tokens, {paged.pool.num_used} of {paged.pool.num_pages} pages in use"]
+    counters, size = session.engine.counters, session.engine.pool_size
+    used, allocated = session.used_bytes(), session.engine.cache.bytes_of(size.num_pages, size.num_slots + 1)
+    lines = [f"{session.num_stored} tokens, {counters.pages_used} of {counters.pages_total} pages in use"]
     for name in ("pages", "sinks", "rings", "statistics", "total"):
         sizes = output.size(getattr(used, name)), output.size(getattr(allocated, name))
         lines.append(f"{name:<10}  used {sizes[0]:>10}  allocated {sizes[1]:>10}")
-    lines.append(f"16 bits would take {output.size(paged.dense_bytes())}")
+    lines.append(f"16 bits would take {output.size(session.dense_bytes())}")
     return "\n".join(lines)
 
 

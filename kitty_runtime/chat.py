@@ -1,27 +1,27 @@
-"""A conversation with a model on one cache that carries over turns."""
+"""A conversation with a model on the engine: one sequence whose tokens stay stored over turns."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from kitty_runtime.cache.hf import KittyCache
+from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.errors import DataError, MemoryLimitError
-from kitty_runtime.models.loading import cache_kwarg
+from kitty_runtime.engine.defaults import sampling_params
+from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.request import Event, FinishReason, Request, SamplingParams
+from kitty_runtime.errors import DataError, KittyError, MemoryLimitError
+from kitty_runtime.memory import sequence_bytes
+from kitty_runtime.models.geometry import layers_of
 from kitty_runtime.profiles import BoostProfile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-PREFILL_CHUNK = 2048
-"""Tokens per forward pass of a prompt: bounds the attention mask, changes no answer."""
 
 Message = dict[str, str]
 
@@ -32,14 +32,14 @@ class Reply:
 
     Attributes:
         text: the answer.
-        finish_reason: ``stop``, ``length`` or ``interrupted``.
+        finish_reason: ``aborted`` if `should_stop` ended it.
         num_prompt_tokens: tokens read before the first new one; tokens already in the cache are not read again.
         num_new_tokens: tokens generated.
         prompt_s, generation_s: seconds to the first token, and from there to the last.
     """
 
     text: str
-    finish_reason: str
+    finish_reason: FinishReason
     num_prompt_tokens: int
     num_new_tokens: int
     prompt_s: float
@@ -47,13 +47,13 @@ class Reply:
 
 
 class ChatSession:
-    """Messages, the tokens they became, and the cache that holds them.
+    """Messages, the tokens they became, and the engine that stores them.
 
     Args:
-        model: with ``attn_implementation="kitty"``.
+        model: its attention becomes the engine's.
         tokenizer: with a chat template unless `raw`.
-        config, profile: as `KittyCache` takes them.
-        generation: values over the model's generation config; ``temperature`` 0 is greedy.
+        config, profile: settings of the cache.
+        sampling: values over the model's generation config, by the names of `SamplingParams`.
         system_prompt: first message; empty for the template's own.
         raw: no chat template; the model continues the text of all messages.
     Raises:
@@ -66,37 +66,47 @@ class ChatSession:
         tokenizer: PreTrainedTokenizerBase,
         config: CacheConfig,
         profile: BoostProfile | None = None,
-        generation: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
         system_prompt: str = "",
         raw: bool = False,
     ) -> None:
         check_template(tokenizer, raw)
         self.model = model
         self.tokenizer = tokenizer
-        self.config = config
-        self.profile = profile
-        self.generation = _generation_config(model, generation or {})
+        self.sampling = sampling_params(model, tokenizer, sampling or {})
+        self.engine = Engine(model, tokenizer, config, profile, EngineLimits(max_num_seqs=1))
         self.system_prompt = system_prompt
         self.raw = raw
         self.messages: list[Message] = []
+        self._turns = itertools.count()
+        self._turn = ""
+        """Id of the request that holds the conversation's tokens."""
         self.clear()
 
     def clear(self) -> None:
         """Forget the conversation; the system prompt stays."""
         self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        self.forget_cache()
+        self.forget_tokens()
 
-    def forget_cache(self) -> None:
-        """Drop the cached tokens; the next reply reads the whole conversation again."""
-        self.cache = KittyCache(self.model.config, self.config, self.profile)
+    def forget_tokens(self) -> None:
+        """Drop the stored tokens; the next reply reads the whole conversation again."""
+        self.engine.drop_kept(self._turn)
         self._ids: list[int] = []
         self._text = ""
 
     @property
-    def max_len(self) -> int | None:
-        """Tokens the model was made for, or None."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return None if limit is None else int(limit)
+    def num_stored(self) -> int:
+        """Tokens whose keys and values are in the cache."""
+        kept = self.engine.scheduler.kept.get(self._turn)
+        return 0 if kept is None else kept.num_stored
+
+    def used_bytes(self) -> CacheBytes:
+        """Bytes that the stored tokens take."""
+        return self.engine.used_bytes()
+
+    def dense_bytes(self) -> int:
+        """Bytes of the same tokens at 16 bits."""
+        return sequence_bytes(layers_of(self.model.config), CacheConfig(), self.num_stored).dense
 
     def reply(
         self, content: str, on_text: Callable[[str], None], should_stop: Callable[[], bool] = lambda: False
@@ -109,6 +119,7 @@ class ChatSession:
             should_stop: asked after every token; True ends the answer there.
         Raises:
             DataError: the conversation has outgrown the model's context, or the message is no text.
+            MemoryLimitError, NumericsError: the model failed.
         """
         try:
             content.encode()
@@ -119,71 +130,66 @@ class ChatSession:
             return self._answer(on_text, should_stop)
         except BaseException as problem:
             self.messages.pop()
-            if not isinstance(problem, DataError):  # refused before the model ran
-                self.forget_cache()  # layers may have stored different numbers of tokens
-            if isinstance(problem, torch.OutOfMemoryError):
-                raise MemoryLimitError(
-                    "The conversation no longer fits in memory.", "Start over with /clear, or lower --bits."
-                ) from problem
+            if not isinstance(problem, DataError):  # those are refused before the model runs
+                self.engine.abandon()
+                self.forget_tokens()
             raise
 
     def _answer(self, on_text: Callable[[str], None], should_stop: Callable[[], bool]) -> Reply:
         ids, prompt_text = self._prompt()
         if not ids:
             raise DataError("The message has no tokens.", "Write something.")
-        room = None if self.max_len is None else self.max_len - len(ids)
-        if room is not None and room <= 0:
+        limit = min(self.engine.max_model_len, self.engine.pool_size.longest_sequence)
+        if len(ids) >= limit:
+            what = "model's context is" if limit == self.engine.max_model_len else "cache's memory holds"
             raise DataError(
-                f"The conversation has {len(ids)} tokens, the model's context is {self.max_len}.",
+                f"The conversation has {len(ids)} tokens, the {what} {limit}.",
                 "Start over with /clear, or send a shorter message.",
             )
-        config = GenerationConfig(**self.generation.to_dict())
-        config.max_new_tokens = min(config.max_new_tokens, room) if room else config.max_new_tokens
-        cached = self.cache.get_seq_length()
-        streamer = _Streamer(self.tokenizer, _end_tokens(config), on_text, should_stop)
-        input_ids = torch.tensor([ids], device=self.model.device)
+        num_stored, turn = self.num_stored, f"turn-{next(self._turns)}"
         started = time.perf_counter()
-        self._prefill(input_ids[:, cached:-1])
-        out = self.model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=config,
-            streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([streamer.stopping]),
-            **{cache_kwarg(self.model): self.cache},
-        )
+        self.engine.add(Request(turn, tuple(ids), self._capped(limit - len(ids)), keep=True, continues=self._turn))
+        self._turn = turn
+        first, new_ids, pieces = started, list[int](), list[str]()
+        reason: FinishReason | None = None
+        while reason is None:
+            for event in self._next_events(bool(new_ids) and should_stop()):
+                if event.error is not None:
+                    raise _explained(event.error)
+                if event.token_id is not None:
+                    first = time.perf_counter() if not new_ids else first
+                    new_ids.append(event.token_id)
+                if event.text:
+                    pieces.append(event.text)
+                    on_text(event.text)
+                reason = event.finish_reason
         finished = time.perf_counter()
-        new_ids = out[0, len(ids) :].tolist()
-        ended = bool(new_ids) and new_ids[-1] in _end_tokens(config)
-        kept = new_ids[:-1] if ended else new_ids
-        text = self.tokenizer.decode(kept, skip_special_tokens=True)
-        self._ids, self._text = ids + kept, prompt_text + text
-        self.messages.append({"role": "assistant", "content": text})
-        interrupted = streamer.stopping.stopped and not ended
-        first = streamer.first_token_at or finished
+        ended = reason == "stop" and new_ids[-1] in self.sampling.stop_token_ids
+        self._ids, self._text = ids + (new_ids[:-1] if ended else new_ids), prompt_text + "".join(pieces)
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
         return Reply(
-            text=text,
-            finish_reason="stop" if ended else "interrupted" if interrupted else "length",
-            num_prompt_tokens=len(ids) - cached,
+            text="".join(pieces),
+            finish_reason=reason,
+            num_prompt_tokens=len(ids) - num_stored,
             num_new_tokens=len(new_ids),
             prompt_s=first - started,
             generation_s=finished - first,
         )
 
-    @torch.no_grad()
-    def _prefill(self, input_ids: torch.Tensor) -> None:
-        """Read all but a prompt's last token; ``generate()`` of transformers 5.17 cannot continue a cache in chunks."""
-        for chunk in input_ids.split(PREFILL_CHUNK, dim=1):
-            if chunk.shape[1]:
-                arguments = {cache_kwarg(self.model): self.cache, "use_cache": True, "logits_to_keep": 1}
-                self.model(input_ids=chunk, **arguments)
+    def _next_events(self, stop: bool) -> list[Event]:
+        aborted = self.engine.abort(self._turn) if stop else None
+        return self.engine.step() if aborted is None else [aborted]
+
+    def _capped(self, room: int) -> SamplingParams:
+        """The settings, with no more tokens than there is room for: an answer ends there, it is not refused."""
+        return replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens or room))
 
     def _prompt(self) -> tuple[list[int], str]:
-        """Token ids and text of the conversation; ids that are cached stay as they were generated."""
+        """Token ids and text of the conversation; ids that are stored stay as they were generated."""
         text = self._conversation()
         if not (self._text and text.startswith(self._text)):
             if self._ids:  # the template rewrote an earlier turn, as some do with thoughts
-                self.forget_cache()
+                self.forget_tokens()
             return self.tokenizer(text, add_special_tokens=self.raw)["input_ids"], text
         added = self.tokenizer(text[len(self._text) :], add_special_tokens=False)["input_ids"]
         return self._ids + added, text
@@ -209,7 +215,7 @@ class ChatSession:
             raise DataError("There is no answer to generate again.", "Send a message first.")
         self.messages.pop()
         question = self.messages.pop()["content"]
-        self.forget_cache()
+        self.forget_tokens()
         return question
 
 
@@ -225,63 +231,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, raw: bool) -> None:
         )
 
 
-def _generation_config(model: PreTrainedModel, given: Mapping[str, Any]) -> GenerationConfig:
-    """The model's generation config with the values given; transformers is told greedy or sampling."""
-    of_model, asked = (
-        {k: v for k, v in some.items() if v is not None} for some in (model.generation_config.to_dict(), given)
-    )
-    values = of_model | asked
-    temperature = given.get("temperature")
-    if temperature == 0:
-        values["do_sample"] = False
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            values.pop(name, None)
-    elif any(given.get(name) is not None for name in ("temperature", "top_p", "top_k", "min_p")):
-        values["do_sample"] = True
-    values.pop("max_length", None)
-    return GenerationConfig(**values)
-
-
-def _end_tokens(config: GenerationConfig) -> list[int]:
-    end = config.eos_token_id
-    return [] if end is None else [end] if isinstance(end, int) else list(end)
-
-
-class _Stopping(StoppingCriteria):  # type: ignore[misc]
-    """Ends generation after the token during which `should_stop` became true."""
-
-    def __init__(self, should_stop: Callable[[], bool]) -> None:
-        self._should_stop = should_stop
-        self.stopped = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.stopped = self.stopped or self._should_stop()
-        return torch.full((input_ids.shape[0],), self.stopped, device=input_ids.device, dtype=torch.bool)
-
-
-class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands decoded text on, without the end token, and notes when the first token came."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        end_tokens: list[int],
-        on_text: Callable[[str], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.first_token_at: float | None = None
-        self.stopping = _Stopping(should_stop)
-        self._end_tokens = end_tokens
-        self._on_text = on_text
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self.next_tokens_are_prompt:
-            self.first_token_at = self.first_token_at or time.perf_counter()
-            if int(value) in self._end_tokens:  # some tokenizers do not know theirs as special
-                return
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._on_text(text)
+def _explained(error: KittyError) -> KittyError:
+    if isinstance(error, MemoryLimitError):
+        return MemoryLimitError(
+            "The conversation no longer fits in memory.", "Start over with /clear, or lower --bits."
+        )
+    return error

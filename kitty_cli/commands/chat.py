@@ -64,26 +64,27 @@ def chat(
         raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
     if temperature is not None and not math.isfinite(temperature):
         raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
-    generation = {
-        "max_new_tokens": max_tokens,
+    sampling = {
+        "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "seed": _random_seed() if seed is None else seed,
     }
     once = _message(prompt)
-    session = _open(model, config, profile, generation, system_prompt, raw, device, dtype, trust_remote_code)
-    if seed is not None:
-        import torch
-
-        torch.manual_seed(seed)
+    session = _open(model, config, profile, sampling, system_prompt, raw, device, dtype, trust_remote_code)
     if once is not None:
         answer(session, once)
     else:
         from kitty_cli.chat_loop import talk
 
         talk(session)
+
+
+def _random_seed() -> int:
+    return int.from_bytes(os.urandom(7))
 
 
 def _message(prompt: str | None) -> str | None:
@@ -119,7 +120,7 @@ def _open(
     model: str | None,
     config: CacheConfig,
     profile_path: Path | None,
-    generation: dict[str, Any],
+    sampling: dict[str, Any],
     system_prompt: str,
     raw: bool,
     device: str,
@@ -128,6 +129,7 @@ def _open(
 ) -> ChatSession:
     """Load what the flags name, and say on stderr which model, cache, profile and backend run."""
     from kitty_runtime.chat import ChatSession, check_template
+    from kitty_runtime.engine.cache import ENGINE_ATTENTION, check_layers
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
     from kitty_runtime.profiles import layer_boosts, load_profile
@@ -135,11 +137,12 @@ def _open(
     given = None if profile_path is None else load_profile(profile_path)
     source = resolve_model(model, output.note)
     geometry = geometry_of(load_config(source, trust_remote_code))
+    check_layers(geometry.layers)
     layer_boosts(geometry.layers, config, given)  # a profile that does not fit is refused before weights load
     tokenizer = load_tokenizer(source, trust_remote_code)
     check_template(tokenizer, raw)
     loaded = load_model(
-        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
+        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation=ENGINE_ATTENTION
     )
     profile, name = None, "not used by this preset"
     if config.uses_profile:
@@ -151,7 +154,7 @@ def _open(
     output.note(f"cache: {describe(config)}")
     output.note(f"profile: {name}")
 
-    return ChatSession(loaded, tokenizer, config, profile, generation, system_prompt, raw)
+    return ChatSession(loaded, tokenizer, config, profile, sampling, system_prompt, raw)
 
 
 def _profile_for(
@@ -190,7 +193,7 @@ def answer(session: ChatSession, message: str) -> None:
         reply = session.reply(message, on_text, stopped)
     output.text("")
     output.note(figures(session, reply))
-    if reply.finish_reason == "interrupted":
+    if reply.finish_reason == "aborted":
         raise KeyboardInterrupt
 
 
@@ -214,12 +217,11 @@ def interruptible(begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
 
 def figures(session: ChatSession, reply: Reply) -> str:
     """The dim line after an answer: speed, pages, bytes by part, ratio to 16 bits."""
-    paged = session.cache.paged
-    used, dense = paged.used_bytes(), paged.dense_bytes()
+    used, dense, num_pages = session.used_bytes(), session.dense_bytes(), session.engine.counters.pages_used
     prompt_rate = reply.num_prompt_tokens / reply.prompt_s if reply.prompt_s else 0.0
     rate = (reply.num_new_tokens - 1) / reply.generation_s if reply.generation_s else 0.0
     parts = f"pages {output.size(used.pages)} + sink {output.size(used.sinks)} + recent {output.size(used.rings)}"
-    if paged.pool.num_used:
+    if num_pages:
         ratio = f"{output.size(used.total)} for {output.size(dense)} at 16 bits, {dense / used.total:.2f}x"
     else:
         ratio = "nothing packed yet: the first page comes after the sink and the recent tokens"
@@ -228,6 +230,6 @@ def figures(session: ChatSession, reply: Reply) -> str:
     limit = " | length limit" if reply.finish_reason == "length" else ""
     return (
         f"prompt {reply.num_prompt_tokens} tok, {prompt_rate:.1f} tok/s | generation {reply.num_new_tokens} tok, "
-        f"{rate:.1f} tok/s | {sum(paged.lens)} tokens, {paged.pool.num_used} pages packed | {parts} | "
+        f"{rate:.1f} tok/s | {session.num_stored} tokens, {num_pages} pages packed | {parts} | "
         f"{ratio}{limit}"
     )

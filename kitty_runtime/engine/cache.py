@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from kitty_runtime.cache.hf import AttendingLayer
+from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.cache.paged_layer import PagedLayer
 from kitty_runtime.cache.step import Step
 from kitty_runtime.config import CacheConfig
@@ -117,8 +118,27 @@ class EngineCache(Cache):  # type: ignore[misc]
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache."""
-        sliding = [layer.state.tensors for layer in self.layers if isinstance(layer, SlidingEngineLayer)]
-        return [t for group in [*(layer.tensors for layer in self.paged_layers), *sliding] for t in group]
+        statistics = [layer.query_sq_sum for layer in self.paged_layers if layer.query_sq_sum is not None]
+        return [*(tensor for state in self._states for tensor in state.tensors), *statistics]
+
+    @property
+    def _states(self) -> list[LayerState]:
+        return [layer.paged.state if isinstance(layer, PagedEngineLayer) else layer.state for layer in self.layers]
+
+    def bytes_of(self, num_pages: int, num_slots: int) -> CacheBytes:
+        """Bytes of so many pages and slots, all layers; sliding layers count as rings."""
+
+        def per_slot(*tensors: Tensor) -> int:
+            return sum(tensor.nbytes for tensor in tensors) // self.num_slots
+
+        states = self._states
+        statistics = [layer.query_sq_sum for layer in self.paged_layers if layer.query_sq_sum is not None]
+        return CacheBytes(
+            pages=num_pages * sum(layer.state.layout.page_bytes for layer in self.paged_layers),
+            sinks=num_slots * sum(per_slot(s.k_sink, s.v_sink) for s in states),
+            rings=num_slots * sum(per_slot(s.k_ring, s.v_ring) for s in states),
+            statistics=num_slots * per_slot(*statistics),
+        )
 
 
 class _EngineLayer(AttendingLayer):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.engine.cache import EngineCache
 from kitty_runtime.engine.pool_size import PoolSize, size_pool
@@ -131,6 +132,7 @@ class Engine:
         self.runner = Runner(model, self.cache, max_pages, self.limits.capture)
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
+        self._special_ids = set() if tokenizer is None else set(tokenizer.all_special_ids)
         self._arrivals = itertools.count()
         self._sampling: SamplingBatch | None = None
         self._counters = Counters(pages_total=self.pool_size.num_pages)
@@ -181,7 +183,7 @@ class Engine:
                 self.scheduler.drop_kept(kept.id)
         self._sequences[request.id] = sequence
         if self.tokenizer is not None:
-            self._texts[request.id] = TextStream(self.tokenizer, sequence.ids, request.sampling.stop)
+            self._texts[request.id] = TextStream(self.tokenizer, self._context(sequence.ids), request.sampling.stop)
         self.scheduler.add(sequence)
 
     def _room(self, request: Request) -> int:
@@ -205,10 +207,23 @@ class Engine:
             room = fits - n
         return room
 
+    def _context(self, ids: list[int]) -> list[int]:
+        """The last prompt tokens that the answer's text goes on from: none from before a special token."""
+        tail = ids[-TextStream.max_context :]
+        last = max((at for at, token in enumerate(tail) if token in self._special_ids), default=-1)
+        return tail[last + 1 :]
+
     def abort(self, request_id: str) -> Event | None:
         """End a request now; None if there is none of that id."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._finish(sequence, "aborted")
+
+    def abandon(self) -> None:
+        """Forget every request after a step was cut off, by an interrupt say: what is stored of it is not known."""
+        self.runner.reset()
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, "aborted")
+            self.drop_kept(sequence.id)
 
     def drop_kept(self, request_id: str) -> None:
         """Forget a kept request's tokens, if they are still there."""
@@ -305,6 +320,12 @@ class Engine:
             return []
         error = problem if isinstance(problem, KittyError) else _out_of_memory()
         return [self._finish(sequences[0], "error", error=error)]
+
+    def used_bytes(self) -> CacheBytes:
+        """Of the pages in use, and of the sinks, rings and statistics of the sequences stored."""
+        scheduler = self.scheduler
+        num_slots = len(scheduler.running) + sum(s.slot is not None for s in scheduler.kept.values())
+        return self.cache.bytes_of(scheduler.pool.num_used, num_slots)
 
     def check_integrity(self) -> None:
         """Verify the bookkeeping between two steps.

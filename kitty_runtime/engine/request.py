@@ -31,6 +31,7 @@ class SamplingParams:
         stop: texts that end the answer; they are not part of it.
         stop_token_ids: tokens that end the answer: the model's end tokens and the request's own.
         min_tokens: no end token is chosen before so many new tokens.
+        suppress_tokens: tokens that are never chosen.
         num_logprobs: alternatives to report per token, 0 = only the chosen token's; None = no logprobs.
     Raises:
         ConfigError: a value out of range; its message begins with the attribute's name.
@@ -46,6 +47,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    suppress_tokens: tuple[int, ...] = ()
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     own = logits
     if batch.repetition_penalty is not None:
         logits = _penalize(logits, batch)
-    logits = _forbid_early_end(logits, batch.sequences)
+    logits = _forbid(logits, batch.sequences)
     highest, chosen = logits.max(-1)
     if batch.seeds is not None:
         positions = torch.tensor([len(s.ids) for s in batch.sequences], device=logits.device)
@@ -112,13 +112,16 @@ def _penalize(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.where(seen, penalized, logits)
 
 
-def _forbid_early_end(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-    early = [row for row, s in enumerate(sequences) if s.num_new < s.sampling.min_tokens]
-    if early:
-        logits = logits.clone()
-        for row in early:
-            logits[row, list(sequences[row].sampling.stop_token_ids)] = float("-inf")
-    return logits
+def _forbid(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    """No suppressed token, and no end before the least length."""
+    forbidden: list[tuple[int, int]] = []
+    for row, s in enumerate(sequences):
+        early = s.sampling.stop_token_ids if s.num_new < s.sampling.min_tokens else ()
+        forbidden += [(row, token) for token in (*s.sampling.suppress_tokens, *early)]
+    if not forbidden:
+        return logits
+    rows, tokens = torch.tensor(forbidden, device=logits.device).T
+    return logits.index_put((rows, tokens), torch.tensor(float("-inf"), device=logits.device))
 
 
 def _filter(logits: Tensor, batch: SamplingBatch) -> Tensor:

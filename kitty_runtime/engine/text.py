@@ -18,13 +18,15 @@ class TextStream:
     """The text of one answer.
 
     Args:
-        prompt_ids: tokens before the answer: how a tokenizer writes the first word depends on them.
+        context: the last tokens before the answer: how a tokenizer writes the first word depends on them.
         stop: texts that end the answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], stop: tuple[str, ...]) -> None:
+    max_context = 8
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: list[int], stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
-        self._ids = prompt_ids[-_MAX_PENDING:]
+        self._ids = list(context)
         self._context, self._read = 0, len(self._ids)
         self._held = ""
         self._stop = stop

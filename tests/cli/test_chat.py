@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kitty_runtime.chat import ChatSession
 from kitty_runtime.config import PRESETS, preset
 from kitty_runtime.errors import DataError, ModelLoadError
 
-GREEDY = {"max_new_tokens": 12, "temperature": 0}
+GREEDY = {"max_tokens": 12, "temperature": 0}
 LONG = "the value of the list is not a name in this class and the function returns an object . " * 20
 
 
@@ -278,7 +279,7 @@ def test_interrupt_while_loading(call, model_dir, monkeypatch, wrapped):
 @pytest.fixture
 def session(chat_model, tokenizer):
     """Greedy, in float64, with the paper's windows: pages are packed from token 160 on."""
-    return ChatSession(chat_model, tokenizer, preset("kitty"), generation=GREEDY)
+    return ChatSession(chat_model, tokenizer, preset("kitty"), sampling=GREEDY)
 
 
 def ask(session, message):
@@ -293,28 +294,28 @@ def test_three_turns_keep_the_cache(session, chat_model, tokenizer):
     seen = 0
     for message in (LONG, "what is a name", LONG + "not"):
         reply = ask(session, message)
-        fresh = ChatSession(chat_model, tokenizer, preset("kitty"), generation=GREEDY)
+        fresh = ChatSession(chat_model, tokenizer, preset("kitty"), sampling=GREEDY)
         fresh.messages = session.messages[:-2]
         whole = ask(fresh, message)
         assert whole.text == reply.text
         assert fresh.messages == session.messages
         assert reply.num_prompt_tokens == whole.num_prompt_tokens - seen
-        seen = session.cache.get_seq_length()
-        assert seen == fresh.cache.get_seq_length() == whole.num_prompt_tokens + whole.num_new_tokens - 1
-    assert session.cache.paged.pool.num_used == (seen - 32) // 128 > 5
-    session.cache.paged.check_integrity()
+        seen = session.num_stored
+        assert seen == fresh.num_stored == whole.num_prompt_tokens + whole.num_new_tokens - 1
+    assert session.engine.scheduler.pool.num_used == (seen - 32) // 128 > 5
+    session.engine.check_integrity()
 
 
-def test_an_end_token_is_read_with_the_next_turn(session, chat_model, tokenizer, monkeypatch):
+def test_an_end_token_is_read_with_the_next_turn(session, tokenizer):
     """The answer's end comes from the template; the model's own is not kept twice."""
     first = ask(session, "the value")
     words = tokenizer(first.text)["input_ids"]
-    monkeypatch.setattr(session.generation, "eos_token_id", [2, words[3]])
+    session.sampling = replace(session.sampling, stop_token_ids=(2, words[3]))
     session.clear()
     stopped = ask(session, "the value")
     assert stopped.finish_reason == "stop"
     assert tokenizer(stopped.text)["input_ids"] == words[:3]
-    assert session.cache.get_seq_length() == 5 + 3
+    assert session.num_stored == 5 + 3
     second = ask(session, "the name")
     assert second.num_prompt_tokens == len(tokenizer("<end><user>the name<end><assistant>")["input_ids"])
 
@@ -336,13 +337,13 @@ def test_clear_forgets(session):
     first = ask(session, "the value")
     ask(session, "the name")
     session.clear()
-    assert session.cache.get_seq_length() == 0
+    assert session.num_stored == 0
     assert session.messages == []
     assert ask(session, "the value").text == first.text
 
 
 def test_system_prompt_stays(chat_model, tokenizer):
-    session = ChatSession(chat_model, tokenizer, preset("kitty"), generation=GREEDY, system_prompt="not a list")
+    session = ChatSession(chat_model, tokenizer, preset("kitty"), sampling=GREEDY, system_prompt="not a list")
     reply = ask(session, "the value")
     assert reply.num_prompt_tokens == 5 + 5
     session.clear()
@@ -353,11 +354,11 @@ def test_system_prompt_stays(chat_model, tokenizer):
 def test_stopping_keeps_the_conversation(session):
     """Ends after the token at hand; the next turn goes on from there."""
     pieces = []
-    reply = session.reply("the value", pieces.append, lambda: len(pieces) >= 3)
-    assert reply.finish_reason == "interrupted"
+    reply = session.reply("the value", pieces.append, lambda: len(pieces) >= 6)
+    assert reply.finish_reason == "aborted"
     assert 0 < reply.num_new_tokens < 12
     assert session.messages[-1] == {"role": "assistant", "content": reply.text}
-    cached = session.cache.get_seq_length()
+    cached = session.num_stored
     assert ask(session, "the name").num_prompt_tokens < cached
 
 
@@ -371,7 +372,7 @@ def test_a_second_interrupt_leaves_a_whole_session(session):
         session.reply("the name", raising)
     assert session.messages[0] == {"role": "user", "content": "the value"}
     assert len(session.messages) == 2
-    assert session.cache.get_seq_length() == 0
+    assert session.num_stored == 0
     reply = ask(session, "the name")
     assert reply.finish_reason == "length"
 
@@ -381,7 +382,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation(session):
     with pytest.raises(DataError, match="the model's context is 2048"):
         ask(session, LONG * 8)
     assert len(session.messages) == 2
-    assert session.cache.get_seq_length() > 0
+    assert session.num_stored > 0
     assert ask(session, session.regenerate()).text == first.text
 
 
@@ -410,14 +411,14 @@ def test_template_that_rewrites_earlier_turns(chat_model, tokenizer):
 
         apply_chat_template = shortening
 
-    session = ChatSession(chat_model, Shortening(), preset("kitty"), generation=GREEDY)
+    session = ChatSession(chat_model, Shortening(), preset("kitty"), sampling=GREEDY)
     ask(session, "the value of a list")
     reply = ask(session, "the name")
-    fresh = ChatSession(chat_model, Shortening(), preset("kitty"), generation=GREEDY)
+    fresh = ChatSession(chat_model, Shortening(), preset("kitty"), sampling=GREEDY)
     fresh.messages = session.messages[:2]
     whole = ask(fresh, "the name")
     assert (reply.text, reply.num_prompt_tokens) == (whole.text, whole.num_prompt_tokens)
-    assert reply.num_prompt_tokens == session.cache.get_seq_length() - reply.num_new_tokens + 1
+    assert reply.num_prompt_tokens == session.num_stored - reply.num_new_tokens + 1
 
 
 def test_template_that_refuses(chat_model, tokenizer):
@@ -425,7 +426,7 @@ def test_template_that_refuses(chat_model, tokenizer):
 
     strict = deepcopy(tokenizer)
     strict.chat_template = "{{ raise_exception('System role not supported') }}"
-    session = ChatSession(chat_model, strict, preset("kitty"), generation=GREEDY, system_prompt="be nice")
+    session = ChatSession(chat_model, strict, preset("kitty"), sampling=GREEDY, system_prompt="be nice")
     with pytest.raises(DataError, match="chat template refuses the conversation: System role not supported"):
         ask(session, "hi")
     assert len(session.messages) == 1
@@ -436,23 +437,23 @@ def test_sampling_flags_go_over_the_models_own(chat_model, tokenizer, monkeypatc
     monkeypatch.setattr(chat_model.generation_config, "top_k", 7)
     monkeypatch.setattr(chat_model.generation_config, "do_sample", True)
 
-    def generation(**given):
-        found = ChatSession(chat_model, tokenizer, preset("kitty"), generation=given).generation
-        return found.do_sample, found.temperature, found.top_k, found.top_p
+    def settings(**given):
+        found = ChatSession(chat_model, tokenizer, preset("kitty"), sampling=given).sampling
+        return found.temperature, found.top_k, found.top_p
 
     nothing = {"temperature": None, "top_k": None, "top_p": None}
-    assert generation(**nothing) == (True, 0.3, 7, None)
-    assert generation(**{**nothing, "top_p": 0.5}) == (True, 0.3, 7, 0.5)
-    assert generation(**{**nothing, "temperature": 0.9}) == (True, 0.9, 7, None)
-    assert generation(**{**nothing, "temperature": 0})[0] is False
+    assert settings(**nothing) == (0.3, 7, 1.0)
+    assert settings(**{**nothing, "top_p": 0.5}) == (0.3, 7, 0.5)
+    assert settings(**{**nothing, "temperature": 0.9}) == (0.9, 7, 1.0)
+    assert settings(**{**nothing, "temperature": 0})[0] == 0
 
 
 def test_greedy_models_stay_greedy_until_asked(chat_model, tokenizer):
-    def generation(**given):
-        return ChatSession(chat_model, tokenizer, preset("kitty"), generation=given).generation
+    def greedy(**given):
+        return ChatSession(chat_model, tokenizer, preset("kitty"), sampling=given).sampling.greedy
 
-    assert not generation().do_sample
-    assert generation(top_p=0.5).do_sample
+    assert greedy()
+    assert not greedy(top_p=0.5)
 
 
 # --- the terminal ------------------------------------------------------------------------------------------------
@@ -496,9 +497,9 @@ def test_clear_system_regen_and_stats(handle, session):
     answer = handle("the value")[1]
     assert handle("/regen")[1] == answer
     assert len(session.messages) == 2
-    used = session.cache.paged.used_bytes()
+    used = session.used_bytes()
     stats = handle("/stats")[2]
-    assert stats.startswith("16 tokens, 0 of 0 pages in use")
+    assert stats.startswith("16 tokens, 0 of 15 pages in use")
     assert f"{used.total / 1024:.1f} KiB" in stats
     handle("/system be a list")
     assert session.messages == [{"role": "system", "content": "be a list"}]

@@ -53,12 +53,12 @@ def test_preempted_requests(float64_engine_model, make_engine, name):
 
 @pytest.mark.slow
 def test_two_hundred_requests(float64_engine_model, make_engine):
+    """Sixteen that begin short and grow share a pool of twelve pages, among 184 of all lengths."""
     config = CacheConfig()
-    engine = make_engine(float64_engine_model, config, num_pages=14, num_slots=12, max_batch_tokens=512)
-    requests = random_requests(200, longest=1500, max_new=60, seed=3)
-    requests += [
-        Request(f"long-{i}", r.prompt_ids, replace(r.sampling, max_tokens=200)) for i, r in enumerate(requests[:6])
-    ]
+    engine = make_engine(float64_engine_model, config, num_pages=12, num_slots=16, max_batch_tokens=512)
+    growing = SamplingParams(max_tokens=160, temperature=0)
+    requests = [Request(f"grows-{i}", tuple(random_ids(70, seed=i).tolist()), growing) for i in range(16)]
+    requests += random_requests(184, longest=1500, max_new=20, seed=3)
     check_equal_to_one_by_one(engine, float64_engine_model, config, requests, random.Random(4))
     assert engine.counters.num_preemptions > 0
 

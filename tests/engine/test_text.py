@@ -30,8 +30,8 @@ def demo_tokenizer():
     return AutoTokenizer.from_pretrained(demo_model_dir())
 
 
-def stream(tokenizer, ids, stop=(), prompt=()):
-    text, pieces = TextStream(tokenizer, list(prompt), stop), []
+def stream(tokenizer, ids, stop=(), context=()):
+    text, pieces = TextStream(tokenizer, context, stop), []
     for token in ids:
         pieces.append(text.add(token))
         if text.stopped:
@@ -76,5 +76,5 @@ def test_bytes_that_are_no_text():
 
 def test_the_first_word_keeps_its_space(demo_tokenizer):
     ids = demo_tokenizer("The answer is here").input_ids
-    pieces, _ = stream(demo_tokenizer, ids[1:], prompt=ids[:1])
+    pieces, _ = stream(demo_tokenizer, ids[1:], context=ids[:1])
     assert "".join(pieces) == " answer is here"
