@@ -129,7 +129,8 @@ def _open(
 ) -> ChatSession:
     """Load what the flags name, and say on stderr which model, cache, profile and backend run."""
     from kitty_runtime.chat import ChatSession, check_template
-    from kitty_runtime.engine.cache import ENGINE_ATTENTION, check_layers
+    from kitty_runtime.engine.cache import ENGINE_ATTENTION
+    from kitty_runtime.engine.layers import check_layers
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
     from kitty_runtime.profiles import layer_boosts, load_profile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +15,14 @@ from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.cache.paged_layer import PagedLayer
 from kitty_runtime.cache.step import Step
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.errors import UnsupportedModelError
+from kitty_runtime.engine.layers import layer_settings
+from kitty_runtime.engine.pool_size import PoolSize
 from kitty_runtime.models.attention import kitty_attention
 from kitty_runtime.models.geometry import LayerGeometry
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.sliding_attention.api import sliding_attention, sliding_windows
 from kitty_runtime.ops.store_tokens.api import store_tokens
-from kitty_runtime.profiles import BoostProfile, layer_boosts
-from kitty_runtime.quant.boost import LayerBoost
+from kitty_runtime.profiles import BoostProfile
 from kitty_runtime.quant.packing import PageLayout
 
 if TYPE_CHECKING:
@@ -36,38 +35,6 @@ mask would stop the stream at every step."""
 AttentionInterface.register(ENGINE_ATTENTION, kitty_attention)
 
 
-def check_layers(layers: Sequence[LayerGeometry]) -> None:
-    """
-    Raises:
-        UnsupportedModelError: a layer with neither full nor sliding-window attention.
-    """
-    for layer in layers:
-        if not layer.quantized and layer.sliding_window is None:
-            raise UnsupportedModelError(
-                f"Layer {layer.index} of the model has {layer.reason}; the engine runs full and sliding-window "
-                "attention.",
-                "Use KittyCache with model.generate(), which keeps such layers as transformers has them.",
-            )
-
-
-def layer_settings(
-    layers: Sequence[LayerGeometry], config: CacheConfig, profile: BoostProfile | None
-) -> list[tuple[CacheConfig, LayerBoost] | None]:
-    """Each layer's settings and boost; None where it slides.
-
-    A layer that the profile leaves out has 16-bit pages.
-
-    Raises:
-        UnsupportedModelError, ConfigError, ProfileError: see `check_layers` and `layer_boosts`.
-    """
-    check_layers(layers)
-    dense = replace(config, k_bits=16, v_bits=16, boost_ratio=0.0, policy="dynamic")
-    return [
-        None if not layer.quantized else (dense, LayerBoost("dynamic", 0)) if boost is None else (config, boost)
-        for layer, boost in zip(layers, layer_boosts(layers, config, profile), strict=True)
-    ]
-
-
 class EngineCache(Cache):  # type: ignore[misc]
     """Pages, sinks and rings, allocated once.
 
@@ -75,8 +42,7 @@ class EngineCache(Cache):  # type: ignore[misc]
         model_config: the model's; it must use ``attn_implementation="kitty_engine"`` in a forward pass.
         layers: the model's.
         config, profile: settings; what is not quantized by them has 16-bit pages.
-        num_pages: pages of the pool, in every paged layer.
-        num_slots: sequences that can be stored at once.
+        size: pages of the pool, in every paged layer, and slots; one more slot belongs to no sequence.
     """
 
     def __init__(
@@ -85,14 +51,13 @@ class EngineCache(Cache):  # type: ignore[misc]
         layers: Sequence[LayerGeometry],
         config: CacheConfig,
         profile: BoostProfile | None,
-        num_pages: int,
-        num_slots: int,
+        size: PoolSize,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         text_config = model_config.get_text_config(decoder=True)
         self.config = config
-        self.num_slots = num_slots
+        self.num_slots = num_slots = size.num_slots + 1
         self.step: Step | Batch | None = None
         made: list[AttendingLayer] = []
         for layer, settings in zip(layers, layer_settings(layers, config, profile), strict=True):
@@ -102,7 +67,7 @@ class EngineCache(Cache):  # type: ignore[misc]
                 made.append(SlidingEngineLayer(self, text_config, sample, layer.sliding_window))
             else:
                 paged = PagedLayer(layer.index, *settings, sample)
-                paged.ensure_pages(num_pages)
+                paged.ensure_pages(size.num_pages)
                 made.append(PagedEngineLayer(self, text_config, paged))
         super().__init__(layers=made)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.engine.cache import EngineCache
-from kitty_runtime.engine.pool_size import PoolSize, size_pool
+from kitty_runtime.engine.pool_size import PoolSize, cache_cost, size_pool
 from kitty_runtime.engine.request import Event, FinishReason, Request, TokenLogprob
 from kitty_runtime.engine.runner import Runner
 from kitty_runtime.engine.sampler import NO_TOKEN, SamplingBatch, sample
@@ -43,6 +45,7 @@ class EngineLimits:
     Attributes:
         gpu_memory_utilization: share of the GPU's memory for weights, cache and all else.
         kv_bytes: bytes of the cache instead.
+        num_pages: pages of the pool instead, beside `max_num_seqs` slots.
         max_num_seqs: sequences stored at once; fewer if the memory is small.
         max_batch_tokens: tokens that a step reads at the most.
         max_model_len: longest sequence in tokens; None = what the model was made for.
@@ -51,6 +54,7 @@ class EngineLimits:
 
     gpu_memory_utilization: float = 0.9
     kv_bytes: int | None = None
+    num_pages: int | None = None
     max_num_seqs: int = 256
     max_batch_tokens: int = 2048
     max_model_len: int | None = None
@@ -61,7 +65,7 @@ class EngineLimits:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}.", "Use a share above 0, up to 1."
             )
-        for name in ("max_num_seqs", "max_batch_tokens", "kv_bytes", "max_model_len"):
+        for name in ("max_num_seqs", "max_batch_tokens", "kv_bytes", "num_pages", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}.", "Use 1 or more.")
@@ -118,13 +122,15 @@ class Engine:
         of_model = getattr(text_config, "max_position_embeddings", None)
         known = [n for n in (of_model, self.limits.max_model_len) if n is not None]
         self.max_model_len = min(known, default=2**24)
-        self.pool_size: PoolSize = size_pool(
-            layers, self.config, self._kv_bytes(), self.limits.max_num_seqs, self.max_model_len, profile, model.dtype
-        )
-        num_slots = self.pool_size.num_slots + 1  # one for rows that only fill a batch up
-        self.cache = EngineCache(
-            model.config, layers, self.config, profile, self.pool_size.num_pages, num_slots, model.dtype, model.device
-        )
+        cost = cache_cost(layers, self.config, profile, model.dtype)
+        if self.limits.num_pages is None:
+            self.pool_size = size_pool(
+                self.config, cost, self._kv_bytes(), self.limits.max_num_seqs, self.max_model_len
+            )
+        else:
+            num_slots = self.limits.max_num_seqs
+            self.pool_size = PoolSize.of(self.config, cost, self.limits.num_pages, num_slots, self.max_model_len)
+        self.cache = EngineCache(model.config, layers, self.config, profile, self.pool_size, model.dtype, model.device)
         self.scheduler = Scheduler(
             self.config, self.pool_size.num_pages, self.pool_size.num_slots, self.limits.max_batch_tokens
         )
@@ -134,6 +140,8 @@ class Engine:
         self._texts: dict[str, TextStream] = {}
         self._special_ids = set() if tokenizer is None else set(tokenizer.all_special_ids)
         self._arrivals = itertools.count()
+        self.observe: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        """Entered around every pass, with ``prompts`` or ``decode``: for those who measure."""
         self._sampling: SamplingBatch | None = None
         self._counters = Counters(pages_total=self.pool_size.num_pages)
 
@@ -246,7 +254,8 @@ class Engine:
 
     def _read_prompts(self, prompts: list[tuple[Sequence, int]]) -> list[Event]:
         try:
-            logits = self.runner.read_prompts(prompts)
+            with self.observe("prompts"):
+                logits = self.runner.read_prompts(prompts)
             self._counters.prompt_tokens += sum(n for _, n in prompts)
             rows = [row for row, (s, n) in enumerate(prompts) if s.num_unstored == n]
             ready = [prompts[row][0] for row in rows]
@@ -260,7 +269,9 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence]) -> list[Event]:
         try:
-            sampled = self._sample(self.runner.decode(sequences), sequences)
+            with self.observe("decode"):
+                logits = self.runner.decode(sequences)
+            sampled = self._sample(logits, sequences)
         except (NumericsError, torch.OutOfMemoryError) as problem:
             return self._failed(sequences, problem)
         for sequence in sequences:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kitty_runtime.config import PAGE_SIZE, CacheConfig
-from kitty_runtime.engine.cache import layer_settings
+from kitty_runtime.engine.layers import layer_settings
 from kitty_runtime.errors import MemoryLimitError
 from kitty_runtime.memory import layout_of
 from kitty_runtime.models.geometry import LayerGeometry
@@ -20,63 +20,17 @@ SLOT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class PoolSize:
-    """The engine's cache.
+class CacheCost:
+    """Bytes, all layers: of one page, and of one slot (a sequence's sink, ring and statistics)."""
 
-    Attributes:
-        num_pages: of the pool; page_bytes: of one page in all layers.
-        num_slots: sequences stored at once; slot_bytes: sink, ring and statistics of one in all layers.
-        longest_sequence: tokens of a sequence that has the pool for itself.
-    """
-
-    num_pages: int
     page_bytes: int
-    num_slots: int
     slot_bytes: int
-    longest_sequence: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all tensors; one more slot fills batches up."""
-        return self.num_pages * self.page_bytes + (self.num_slots + 1) * self.slot_bytes
 
 
-def size_pool(
-    layers: Sequence[LayerGeometry],
-    config: CacheConfig,
-    kv_bytes: int,
-    max_num_seqs: int,
-    max_model_len: int,
-    profile: BoostProfile | None,
-    dtype: torch.dtype,
-) -> PoolSize:
-    """Share out `kv_bytes` between slots (sink and ring of a sequence) and pages.
-
-    As many slots as asked for, but no more than half of the bytes hold; the rest becomes pages, no more than all
-    slots can fill.
-
-    Raises:
-        MemoryLimitError: not one sequence fits.
-    """
-    page_bytes, slot_bytes = _bytes(layers, config, profile, dtype)
-    num_slots = max(1, min(max_num_seqs, int(SLOT_SHARE * kv_bytes) // slot_bytes - 1))
-    left = kv_bytes - (num_slots + 1) * slot_bytes
-    if left < 0:
-        raise MemoryLimitError(
-            f"The cache may take {kv_bytes / 1e6:.0f} MB, one sequence needs {2 * slot_bytes / 1e6:.0f} MB "
-            "before its first page.",
-            "Give it more memory, or use a smaller model.",
-        )
-    num_pages = min(left // page_bytes, num_slots * config.packed_pages(max_model_len)[0])
-    unpacked = config.sink_len + config.k_recent_len + PAGE_SIZE - 1
-    longest = min(max_model_len, unpacked + num_pages * PAGE_SIZE)
-    return PoolSize(num_pages, page_bytes, num_slots, slot_bytes, longest)
-
-
-def _bytes(
+def cache_cost(
     layers: Sequence[LayerGeometry], config: CacheConfig, profile: BoostProfile | None, dtype: torch.dtype
-) -> tuple[int, int]:
-    """Of one page and of one slot, all layers."""
+) -> CacheCost:
+    """What a page and a slot cost in a model of `dtype`."""
     page_bytes = slot_bytes = 0
     for layer, settings in zip(layers, layer_settings(layers, config, profile), strict=True):
         vector = layer.num_kv_heads * layer.head_dim
@@ -91,4 +45,52 @@ def _bytes(
                 slot_bytes += vector * torch.promote_types(dtype, torch.float32).itemsize
         unpacked = 2 * windows.sink_len + windows.k_ring_len + windows.v_ring_len
         slot_bytes += unpacked * vector * dtype.itemsize
-    return page_bytes, slot_bytes
+    return CacheCost(page_bytes, slot_bytes)
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """The engine's cache.
+
+    Attributes:
+        num_pages: of the pool.
+        num_slots: sequences stored at once.
+        longest_sequence: tokens of a sequence that has the pool for itself.
+        total_bytes: of all tensors; one more slot fills batches up.
+    """
+
+    num_pages: int
+    num_slots: int
+    longest_sequence: int
+    total_bytes: int
+
+    @staticmethod
+    def of(config: CacheConfig, cost: CacheCost, num_pages: int, num_slots: int, max_model_len: int) -> PoolSize:
+        unpacked = config.sink_len + config.k_recent_len + PAGE_SIZE - 1
+        return PoolSize(
+            num_pages=num_pages,
+            num_slots=num_slots,
+            longest_sequence=min(max_model_len, unpacked + num_pages * PAGE_SIZE),
+            total_bytes=num_pages * cost.page_bytes + (num_slots + 1) * cost.slot_bytes,
+        )
+
+
+def size_pool(config: CacheConfig, cost: CacheCost, kv_bytes: int, max_num_seqs: int, max_model_len: int) -> PoolSize:
+    """Share out `kv_bytes` between slots and pages.
+
+    As many slots as asked for, but no more than half of the bytes hold; the rest becomes pages, no more than all
+    slots can fill.
+
+    Raises:
+        MemoryLimitError: not one sequence fits.
+    """
+    num_slots = max(1, min(max_num_seqs, int(SLOT_SHARE * kv_bytes) // cost.slot_bytes - 1))
+    left = kv_bytes - (num_slots + 1) * cost.slot_bytes
+    if left < 0:
+        raise MemoryLimitError(
+            f"The cache may take {kv_bytes / 1e6:.0f} MB, one sequence needs {2 * cost.slot_bytes / 1e6:.0f} MB "
+            "before its first page.",
+            "Give it more memory, or use a smaller model.",
+        )
+    num_pages = min(left // cost.page_bytes, num_slots * config.packed_pages(max_model_len)[0])
+    return PoolSize.of(config, cost, num_pages, num_slots, max_model_len)

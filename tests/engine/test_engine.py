@@ -234,7 +234,7 @@ def test_limits_and_layers_are_checked(float64_engine_model):
 
 
 def test_recurrent_layers_are_refused():
-    from kitty_runtime.engine.cache import check_layers
+    from kitty_runtime.engine.layers import check_layers
     from kitty_runtime.models.geometry import LayerGeometry
 
     layers = [LayerGeometry(0, False, "recurrent state instead of keys and values", 0, 0, None)]
