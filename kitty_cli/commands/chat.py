@@ -9,21 +9,16 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kitty_cli import options, output
-from kitty_cli.commands.env import backend
-from kitty_cli.commands.info import describe
+from kitty_cli.open_model import ModelFlags, open_model
 from kitty_runtime.errors import ConfigError, DataError
-from kitty_runtime.models.preflight import Dtype
 
 if TYPE_CHECKING:
     from kitty_runtime.chat import ChatSession, Reply
-    from kitty_runtime.config import CacheConfig
-    from kitty_runtime.profiles import BoostProfile
 
 
 def _sampling(text: str, **limits: Any) -> Any:
@@ -74,7 +69,8 @@ def chat(
         "seed": _random_seed() if seed is None else seed,
     }
     once = _message(prompt)
-    session = _open(model, config, profile, sampling, system_prompt, raw, device, dtype, trust_remote_code)
+    flags = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
+    session = _open(flags, sampling, system_prompt, raw)
     if once is not None:
         answer(session, once)
     else:
@@ -116,64 +112,12 @@ def _stdin_has_data() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def _open(
-    model: str | None,
-    config: CacheConfig,
-    profile_path: Path | None,
-    sampling: dict[str, Any],
-    system_prompt: str,
-    raw: bool,
-    device: str,
-    dtype: Dtype,
-    trust_remote_code: bool,
-) -> ChatSession:
-    """Load what the flags name, and say on stderr which model, cache, profile and backend run."""
+def _open(flags: ModelFlags, sampling: dict[str, Any], system_prompt: str, raw: bool) -> ChatSession:
     from kitty_runtime.chat import ChatSession, check_template
-    from kitty_runtime.engine.cache import ENGINE_ATTENTION
-    from kitty_runtime.engine.layers import check_layers
-    from kitty_runtime.models.geometry import geometry_of
-    from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
-    from kitty_runtime.profiles import layer_boosts, load_profile
 
-    given = None if profile_path is None else load_profile(profile_path)
-    source = resolve_model(model, output.note)
-    geometry = geometry_of(load_config(source, trust_remote_code))
-    check_layers(geometry.layers)
-    layer_boosts(geometry.layers, config, given)  # a profile that does not fit is refused before weights load
-    tokenizer = load_tokenizer(source, trust_remote_code)
-    check_template(tokenizer, raw)
-    loaded = load_model(
-        source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation=ENGINE_ATTENTION
-    )
-    profile, name = None, "not used by this preset"
-    if config.uses_profile:
-        profile, name = _profile_for(loaded, geometry, given, profile_path)
-    elif given is not None:
-        output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
-    runs = backend(loaded.device.type, loaded.dtype)
-    output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {runs}")
-    output.note(f"cache: {describe(config)}")
-    output.note(f"profile: {name}")
-
-    return ChatSession(loaded, tokenizer, config, profile, sampling, system_prompt, raw)
-
-
-def _profile_for(
-    model: Any, geometry: Any, given: BoostProfile | None, given_path: Path | None
-) -> tuple[BoostProfile | None, str]:
-    """The profile to use and what to call it: the one given, else the one measured on this very model."""
-    from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
-    from kitty_runtime.profile_store import find_profile
-
-    config_hash, weights_hash = config_sha256(geometry), weights_sha256(model)
-    if given is not None:
-        if given.provenance.weights_sha256 != weights_hash:
-            output.warning(f"{given_path} was measured on {given.provenance.model}, whose weights are not these.")
-        return given, str(given_path)
-    found = find_profile(config_hash, weights_hash)
-    if found is None:
-        return None, "none for this model, running query energies; make one with: kitty profile MODEL"
-    return found[1], str(found[0])
+    opened = open_model(flags, lambda tokenizer: check_template(tokenizer, raw))
+    assert opened.tokenizer is not None
+    return ChatSession(opened.model, opened.tokenizer, flags.config, opened.profile, sampling, system_prompt, raw)
 
 
 def answer(session: ChatSession, message: str) -> None:
