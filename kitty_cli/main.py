@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kitty_cli import output
+from kitty_cli.commands.bench import bench
 from kitty_cli.commands.chat import chat
 from kitty_cli.commands.env import env, version_lines
 from kitty_cli.commands.info import info
@@ -74,7 +75,7 @@ def _interrupted(problem: BaseException | None) -> bool:
     return False
 
 
-for _command in (info, profile, chat, env):
+for _command in (info, profile, chat, bench, env):
     app.command()(guarded(_command))
 
 

@@ -68,3 +68,16 @@ def cache_config(
     if boost is not None:
         changes["boost_ratio"] = boost
     return replace(config, **changes)
+
+
+def size_in_bytes(text: str | None) -> int | None:
+    """Bytes of a size such as ``80GB``; None if there is none.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if text is None:
+        return None
+    from kitty_runtime.memory import parse_bytes
+
+    return parse_bytes(text)

@@ -37,8 +37,8 @@ def load_metrics(requests: Sequence[RequestTimes], duration_s: float) -> dict[st
         duration_s: from the first arrival to the last token.
     Returns:
         ``completed, failed, duration_s, total_input_tokens, total_output_tokens, request_throughput,
-        output_throughput, total_token_throughput`` (per second) and ``{mean,median,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``
-        where there is a sample.
+        output_throughput, total_token_throughput`` (per second), and where there is a sample
+        ``{mean,median,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``.
     """
     done = [r for r in requests if r.tokens and not r.failed]
     num_in, num_out = sum(r.num_prompt_tokens for r in done), sum(len(r.tokens) for r in done)

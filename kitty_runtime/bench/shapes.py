@@ -102,9 +102,9 @@ def bench_shape(
 
 
 def _open(model: PreTrainedModel, method: BenchMethod, shape: Shape, max_batch_tokens: int) -> Engine:
-    """An engine with just the pages and slots of the shape."""
+    """An engine with just the pages and slots of the shape, and the page ahead that admission asks for."""
     longest = shape.input_len + shape.output_len + 1
-    num_pages = max(1, shape.batch_size * method.config.packed_pages(longest)[0])
+    num_pages = max(1, shape.batch_size * (method.config.packed_pages(longest)[0] + 1))
     limits = EngineLimits(num_pages=num_pages, max_num_seqs=shape.batch_size, max_batch_tokens=max_batch_tokens)
     return Engine(model, None, method.config, method.profile, limits)
 
