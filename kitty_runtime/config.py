@@ -56,6 +56,10 @@ class Windows:
         # max(0, x) // 128, written so that it holds for ints and tensors alike
         return k_tokens * (k_tokens > 0) // PAGE_SIZE, v_tokens * (v_tokens > 0) // PAGE_SIZE
 
+    def longest(self, num_pages: int) -> int:
+        """The most tokens that a sequence stores with `num_pages` pages packed: the inverse of `packed_pages`."""
+        return self.sink_len + self.k_recent_len + (num_pages + 1) * PAGE_SIZE - 1
+
     def tiles(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split query positions start..stop-1 so that within a tile every query reads the same pages packed."""
         while start < stop:

@@ -182,10 +182,12 @@ class Engine:
             raise ConfigError("A stop string without a tokenizer.", "Open the engine with the model's tokenizer.")
         max_tokens = self._room(request)
         kept = self.scheduler.kept.pop(request.continues, None) if request.continues is not None else None
-        sequence = Sequence(request, next(self._arrivals), list(request.prompt_ids), max_tokens)
+        ids = list(request.prompt_ids)
+        sequence = Sequence(request, next(self._arrivals), ids, len(ids) + max_tokens)
         if kept is not None:
             if kept.ids[: kept.num_stored] == sequence.ids[: kept.num_stored] and kept.num_stored < len(sequence.ids):
-                sequence.slot, sequence.table, sequence.num_stored = kept.slot, kept.table, kept.num_stored
+                sequence.slot, sequence.table, sequence.capacity = kept.slot, kept.table, kept.capacity
+                sequence.num_stored = kept.num_stored
             else:
                 self.scheduler.kept[kept.id] = kept
                 self.scheduler.drop_kept(kept.id)
@@ -296,7 +298,7 @@ class Engine:
         text = "" if stream is None else stream.add(token)
         if stream is not None and stream.stopped:
             return self._finish(sequence, "stop", token, logprob, text)
-        if sequence.num_new >= sequence.max_tokens:
+        if len(sequence.ids) >= sequence.max_len:
             return self._finish(sequence, "length", token, logprob, text)
         return Event(sequence.id, token, text, logprob)
 

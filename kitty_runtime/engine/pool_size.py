@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kitty_runtime.config import PAGE_SIZE, CacheConfig
+from kitty_runtime.config import CacheConfig
 from kitty_runtime.engine.layers import layer_settings
 from kitty_runtime.errors import MemoryLimitError
 from kitty_runtime.memory import layout_of
@@ -66,11 +66,10 @@ class PoolSize:
 
     @staticmethod
     def of(config: CacheConfig, cost: CacheCost, num_pages: int, num_slots: int, max_model_len: int) -> PoolSize:
-        unpacked = config.sink_len + config.k_recent_len + PAGE_SIZE - 1
         return PoolSize(
             num_pages=num_pages,
             num_slots=num_slots,
-            longest_sequence=min(max_model_len, unpacked + num_pages * PAGE_SIZE),
+            longest_sequence=min(max_model_len, config.windows.longest(num_pages)),
             total_bytes=num_pages * cost.page_bytes + (num_slots + 1) * cost.slot_bytes,
         )
 

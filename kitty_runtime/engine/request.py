@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kitty_runtime.errors import ConfigError, KittyError
 
@@ -105,8 +105,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What one step brought one request.
 
     Attributes:

@@ -75,13 +75,19 @@ class Runner:
             ``[num_seqs, vocab_size]``; overwritten by the next call.
         """
         self._update_table(sequences)
-        rows = [(s.ids[-1], s.num_stored, _slot(s)) for s in sequences]
-        size = len(rows) if self._graphs is None else 1 << (len(rows) - 1).bit_length()
-        rows += [self._filler] * (size - len(rows))
-        on_host = torch.tensor(rows).T.contiguous()
+        size = len(sequences) if self._graphs is None else 1 << (len(sequences) - 1).bit_length()
+        on_host = self._rows(sequences, size)
         if self._graphs is not None:
             return self._graphs.replay(on_host)[: len(sequences)]
         return self._decode(self._eager_buffers(on_host, sequences))
+
+    def _rows(self, sequences: Rows[Sequence], size: int) -> Tensor:
+        """See `DecodeBuffers.rows`; on the host, filled up to `size`."""
+        token, num_stored, slot = ([number] * (size - len(sequences)) for number in self._filler)
+        tokens = [s.ids[-1] for s in sequences] + token
+        lens = [s.num_stored for s in sequences] + num_stored
+        slots = [s.slot for s in sequences] + slot
+        return torch.tensor(tokens + lens + slots).view(3, size)  # flat: nested lists take long to read
 
     def _eager_buffers(self, rows: Tensor, sequences: Rows[Sequence]) -> DecodeBuffers:
         """Without a graph, operations do only what this step needs."""

@@ -30,6 +30,7 @@ class SamplingBatch:
         top_k: int64 ``[n, 1]``, the vocabulary where all are kept; top_p, min_p: fp32 ``[n, 1]``.
         repetition_penalty: fp32 ``[n, 1]``.
         seeds: int64 ``[n, 2]``, low and high 32 bits.
+        forbids: whether a sequence may have tokens that are not to be chosen.
         max_logprobs: the most alternatives that a sequence asks for.
     """
 
@@ -41,6 +42,7 @@ class SamplingBatch:
     min_p: Tensor | None
     repetition_penalty: Tensor | None
     seeds: Tensor | None
+    forbids: bool
     max_logprobs: int | None
 
     @staticmethod
@@ -64,6 +66,7 @@ class SamplingBatch:
             min_p=column([s.min_p for s in settings], 0.0, torch.float32) if sampled else None,
             repetition_penalty=column([s.repetition_penalty for s in settings], 1.0, torch.float32),
             seeds=torch.tensor([[s & _WORD, s >> 32 & _WORD] for s in seeds], device=device) if sampled else None,
+            forbids=any(s.suppress_tokens or s.min_tokens for s in settings),
             max_logprobs=max(wanted, default=None),
         )
 
@@ -86,7 +89,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     own = logits
     if batch.repetition_penalty is not None:
         logits = _penalize(logits, batch)
-    logits = _forbid(logits, batch.sequences)
+    if batch.forbids:
+        logits = _forbid(logits, batch.sequences)
     highest, chosen = logits.max(-1)
     if batch.seeds is not None:
         positions = torch.tensor([len(s.ids) for s in batch.sequences], device=logits.device)

@@ -50,7 +50,7 @@ class Scheduler:
     """
 
     def __init__(self, config: CacheConfig, num_pages: int, num_slots: int, max_batch_tokens: int) -> None:
-        self.config = config
+        self._windows = config.windows
         self.pool = PagePool(num_pages)
         self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[Sequence] = deque()
@@ -66,7 +66,7 @@ class Scheduler:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages of a sequence that stores so many tokens."""
-        return self.config.packed_pages(num_tokens)[0]
+        return self._windows.packed_pages(num_tokens)[0]
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by its arrival; one that continues a kept one joins with what is stored."""
@@ -80,7 +80,8 @@ class Scheduler:
         plan = Plan()
         decoding = [s for s in self.running if s.decodes]
         for sequence in [s for s in decoding if s.alone][:1] or decoding:
-            if sequence.slot is not None and self._extend(sequence, 1, plan):
+            fits = sequence.num_stored < sequence.capacity  # nearly always
+            if sequence.slot is not None and (fits or self._extend(sequence, 1, plan)):
                 plan.decodes.append(sequence)
         budget = max(self.max_batch_tokens - len(plan.decodes), MIN_PROMPT_BUDGET)
         budget = self._read_running(plan, budget)
@@ -111,7 +112,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             bisect.insort(self.running, sequence, key=lambda s: s.arrival)
             n = min(sequence.num_unstored, budget)
-            sequence.table += self.pool.allocate(self.pages_for(n))
+            self._add_pages(sequence, self.pages_for(n))
             plan.prompts.append((sequence, n))
             budget -= n
 
@@ -142,8 +143,12 @@ class Scheduler:
             plan.preempted.append(victim)
             if victim is sequence:
                 return False
-        sequence.table += self.pool.allocate(count)
+        self._add_pages(sequence, count)
         return True
+
+    def _add_pages(self, sequence: Sequence, count: int) -> None:
+        sequence.table += self.pool.allocate(count)
+        sequence.capacity = self._windows.longest(len(sequence.table))
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's pages and slot back; it waits to be read again."""
@@ -199,7 +204,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.table)
         sequence.table = []
-        sequence.num_stored = 0
+        sequence.num_stored = sequence.capacity = 0
         if sequence.slot is not None:
             self._free_slots.append(sequence.slot)
             sequence.slot = None

@@ -16,18 +16,19 @@ class Sequence:
         ids: prompt and generated tokens.
         num_stored: how many of them have their keys and values in the cache.
         slot: row in sinks and rings; None = nothing is stored.
-        table: page ids, in order.
-        max_tokens: new tokens at the most.
+        table: page ids, in order; capacity: tokens that can be stored before another is needed.
+        max_len: prompt and new tokens at the most.
         alone: run in a pass of its own, because a pass with others failed.
     """
 
     request: Request
     arrival: int
     ids: list[int]
-    max_tokens: int
+    max_len: int
     num_stored: int = 0
     slot: int | None = None
     table: list[int] = field(default_factory=list)
+    capacity: int = 0
     alone: bool = False
 
     @property
@@ -50,4 +51,4 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether its next pass reads one token behind stored ones."""
-        return self.num_unstored == 1 and self.num_stored > 0
+        return 0 < self.num_stored == len(self.ids) - 1

@@ -16,7 +16,7 @@ from kitty_runtime.errors import PoolError
 
 def sequence(number, prompt_len, max_tokens=50, keep=False):
     request = Request(str(number), (5,) * prompt_len, SamplingParams(max_tokens=max_tokens), keep=keep)
-    return Sequence(request, number, [5] * prompt_len, max_tokens)
+    return Sequence(request, number, [5] * prompt_len, prompt_len + max_tokens)
 
 
 def step(scheduler):
@@ -26,7 +26,7 @@ def step(scheduler):
         s.num_stored += n
         if s.num_unstored == 0:
             s.ids.append(7)
-            if s.num_new >= s.max_tokens:
+            if len(s.ids) >= s.max_len:
                 scheduler.finish(s)
     return plan
 
@@ -52,7 +52,7 @@ def test_random_schedules(seed):
         assert len(plan.prompts) <= MAX_PROMPTS
         allowed = max(budget - len(plan.decodes), MIN_PROMPT_BUDGET)
         assert sum(n for _, n in plan.prompts) <= allowed
-        for n in [n for n, s in live.items() if s.num_new >= s.max_tokens]:
+        for n in [n for n, s in live.items() if len(s.ids) >= s.max_len]:
             del live[n]
             finished += 1
         if live and rng.random() < 0.01:
