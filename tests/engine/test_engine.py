@@ -53,12 +53,12 @@ def test_preempted_requests(float64_engine_model, make_engine, name):
 
 @pytest.mark.slow
 def test_two_hundred_requests(float64_engine_model, make_engine):
-    """Sixteen that begin short and grow share a pool of twelve pages, among 184 of all lengths."""
+    """Ten that begin short and grow by two pages share a pool of twelve, among 190 of all lengths."""
     config = CacheConfig()
-    engine = make_engine(float64_engine_model, config, num_pages=12, num_slots=16, max_batch_tokens=512)
-    growing = SamplingParams(max_tokens=160, temperature=0)
-    requests = [Request(f"grows-{i}", tuple(random_ids(70, seed=i).tolist()), growing) for i in range(16)]
-    requests += random_requests(184, longest=1500, max_new=20, seed=3)
+    engine = make_engine(float64_engine_model, config, num_pages=12, num_slots=10, max_batch_tokens=512)
+    growing = SamplingParams(max_tokens=290, temperature=0)
+    requests = [Request(f"grows-{i}", tuple(random_ids(70, seed=i).tolist()), growing) for i in range(10)]
+    requests += random_requests(190, longest=1500, max_new=16, seed=3)
     check_equal_to_one_by_one(engine, float64_engine_model, config, requests, random.Random(4))
     assert engine.counters.num_preemptions > 0
 
@@ -74,11 +74,11 @@ def test_families(make_engine, family):
 @pytest.mark.slow
 def test_demo_model(make_engine):
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float64).eval()
-    config = CacheConfig()
-    engine = make_engine(model, config, num_pages=7, num_slots=8, max_model_len=1100)
-    requests = random_requests(16, longest=420, max_new=24, seed=7, vocab=20000)
-    long = replace(requests[0].sampling, max_tokens=140)
-    requests[:3] = [Request(r.id, tuple(random_ids(150, seed=9).tolist()), long) for r in requests[:3]]
+    config = preset("kitty")
+    engine = make_engine(model, config, num_pages=3, num_slots=4, max_model_len=512)
+    growing = SamplingParams(max_tokens=34, temperature=0)  # past 160 tokens, where the first page is packed
+    requests = [Request(f"grows-{i}", tuple(random_ids(130, seed=i).tolist()), growing) for i in range(4)]
+    requests += random_requests(12, longest=400, max_new=12, seed=7, vocab=20000)
     check_equal_to_one_by_one(engine, model, config, requests, None)
     assert engine.counters.num_preemptions > 0
 
