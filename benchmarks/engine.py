@@ -45,7 +45,7 @@ def make_model(dtype: torch.dtype = torch.float16) -> PreTrainedModel:
 
 
 def filled(engine: Engine, num_seqs: int, depth: int) -> Engine:
-    """The engine with sequences that pretend to have read `depth` tokens: pages of zeros, which take as long to read."""
+    """The engine with sequences that pretend to have read `depth` tokens: on pages of zeros."""
     for layer in engine.cache.paged_layers:
         layer.state.pages.zero_()
     scheduler = engine.scheduler
