@@ -52,7 +52,7 @@ class BatchRow:
     kind: Kind
     messages: tuple[Message, ...] | None = None
     prompt: str | tuple[int, ...] | None = None
-    sampling: GivenSampling = GivenSampling()
+    sampling: GivenSampling = field(default_factory=GivenSampling)
     template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -276,7 +276,7 @@ def _content(content: object, name: str) -> str:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
                 raise RowError(f"{name}[{i}] is {shown(kind)}: not text.", f"{name}[{i}]", "unsupported_content")
-            if not isinstance(part["text"] if "text" in part else None, str):
+            if not isinstance(part.get("text"), str):
                 raise RowError(f"{name}[{i}].text is missing.", f"{name}[{i}].text", "invalid_type")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):

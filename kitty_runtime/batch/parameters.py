@@ -23,13 +23,38 @@ _GREEDY_BELOW = 1e-5
 _INTS = ("max_tokens", "top_k", "min_tokens")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 SUPPORTED = frozenset(
-    (*_INTS, *_NUMBERS, "max_completion_tokens", "seed", "stop", "stop_token_ids", "ignore_eos")
-    + ("logprobs", "top_logprobs", "chat_template_kwargs", "prompt", "messages")
+    {
+        *_INTS,
+        *_NUMBERS,
+        "max_completion_tokens",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "logprobs",
+        "top_logprobs",
+        "chat_template_kwargs",
+        "prompt",
+        "messages",
+    }
 )
 
 IGNORED = frozenset(
-    ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-    + ("prompt_cache_retention", "prediction", "parallel_tool_calls", "stream_options", "priority", "request_id")
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "parallel_tool_calls",
+        "stream_options",
+        "priority",
+        "request_id",
+    }
 )
 """Parameters that change no answer."""
 
@@ -76,9 +101,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Parameters that are not supported, with the values that ask for nothing."""
 
 _TEMPLATE_ARGUMENTS = frozenset(
-    ("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize")
-    + ("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict")
-    + ("return_assistant_tokens_mask", "tokenizer_kwargs")
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "tokenize",
+        "continue_final_message",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
 )
 """Arguments of ``apply_chat_template`` that are not variables of the template."""
 

@@ -110,7 +110,9 @@ def encoded(record: Record) -> bytes:
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 
-def _record(entry: RowEntry, settings_sha256: str, response: Record | None = None, error: Record | None = None) -> Record:
+def _record(
+    entry: RowEntry, settings_sha256: str, response: Record | None = None, error: Record | None = None
+) -> Record:
     return {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": entry.custom_id,

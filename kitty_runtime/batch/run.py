@@ -177,6 +177,8 @@ class _Run:
             if self.engine.has_work:
                 for event in self.engine.step():
                     self.take(event)
+            elif self.answers:
+                raise RuntimeError(f"the engine is idle without having answered {list(self.answers)[:5]}")
             on_step(self.progress())
             if len(self.todo) == self.num_ok + self.num_failed:
                 break

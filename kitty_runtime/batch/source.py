@@ -131,7 +131,7 @@ def _checked(name: str, file: BinaryIO) -> BatchInput:
     ignored: dict[str, None] = {}
     for entry, identity in _scan(file):
         if entry.key in lines:
-            doubles.append(f"{ascii(entry.key)} (lines {lines[entry.key]} and {entry.line})")
+            doubles.append(f"{entry.key!a} (lines {lines[entry.key]} and {entry.line})")
         lines.setdefault(entry.key, entry.line)
         entries.append(entry)
         if identity.model and len(models) < _NUM_NAMED:
