@@ -43,6 +43,12 @@ def text(line: str, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def data(line: bytes) -> None:
+    """UTF-8 as data, whatever the terminal's encoding, flushed."""
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+
+
 def json_document(document: Mapping[str, Any]) -> None:
     """One JSON document, written plainly: rich would wrap it and read markup in it.
 

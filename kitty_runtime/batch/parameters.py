@@ -235,7 +235,7 @@ def _merge_max_tokens(values: dict[str, Any]) -> None:
     """Chat completions call it max_completion_tokens by now; both names mean the same here."""
     newer = values.pop("max_completion_tokens", None)
     if newer is not None and values.setdefault("max_tokens", newer) != newer:
-        raise RowError(f"max_tokens is {values['max_tokens']}, max_completion_tokens {newer}.", "max_completion_tokens")
+        raise RowError(f"max_completion_tokens is {newer}, max_tokens {values['max_tokens']}.", "max_completion_tokens")
 
 
 def _num_logprobs(body: Mapping[str, Any], kind: Kind) -> int | None:

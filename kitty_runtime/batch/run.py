@@ -123,6 +123,7 @@ def run_batch(
     max_waiting: int,
     num_failed_kept: int = 0,
     on_step: Callable[[BatchProgress], None] = lambda progress: None,
+    on_failure: Callable[[RowEntry, str], None] = lambda entry, message: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchSummary:
     """Answer rows; each has its record when this returns, unless it was stopped.
@@ -134,12 +135,14 @@ def run_batch(
         max_waiting: requests to keep ready for the engine; what is beyond stays on the disk.
         num_failed_kept: errors among the rows not to do, for the progress.
         on_step: told after each step where the batch is.
+        on_failure: told of each row that failed, and why.
         should_stop: asked after each step; True leaves what is running.
     Raises:
         KittyError: the engine can do no more; records written so far are whole.
         OSError: a record cannot be written.
     """
-    return _Run(engine, source, todo, model, write, num_failed_kept).run(max_waiting, on_step, should_stop)
+    run = _Run(engine, source, todo, model, write, on_failure, num_failed_kept)
+    return run.run(max_waiting, on_step, should_stop)
 
 
 class _Run:
@@ -152,6 +155,7 @@ class _Run:
         todo: Sequence[RowEntry],
         model: BatchModel,
         write: Callable[[bytes], None],
+        on_failure: Callable[[RowEntry, str], None],
         num_failed_kept: int,
     ) -> None:
         self.engine = engine
@@ -159,6 +163,7 @@ class _Run:
         self.todo = todo
         self.model = model
         self.write = write
+        self.on_failure = on_failure
         self.num_failed_kept = num_failed_kept
         self.answers: dict[str, Answer] = {}
         self.num_ok = self.num_failed = self.prompt_tokens = self.generation_tokens = 0
@@ -221,9 +226,9 @@ class _Run:
                 param = "messages" if row.messages is not None else "prompt"
                 raise RowError(f"{error.message} {error.hint}".strip(), param, "context_length_exceeded") from error
         except LineError as error:
-            self.fail(records.line_error_record(entry, error, self.model.settings_sha256))
+            self.fail(entry, error, records.line_error_record(entry, error, self.model.settings_sha256))
         except RowError as error:
-            self.fail(records.row_error_record(entry, error, self.model.settings_sha256))
+            self.fail(entry, error, records.row_error_record(entry, error, self.model.settings_sha256))
         else:
             wants_logprobs = request.sampling.num_logprobs is not None
             answer = Answer(entry, row.kind, len(request.prompt_ids), logprobs=[] if wants_logprobs else None)
@@ -245,16 +250,18 @@ class _Run:
         answer.finish_reason = event.finish_reason
         if event.finish_reason in ("error", "aborted"):
             error = event.error or KittyError(f"The request was {event.finish_reason}.")
-            self.fail(records.engine_error_record(answer.entry, error, self.model.settings_sha256))
+            record = records.engine_error_record(answer.entry, error, self.model.settings_sha256)
+            self.fail(answer.entry, error, record)
             return
         record = records.answer_record(answer, self.model.name, self.model.tokenizer, self.model.settings_sha256)
         self.write(records.encoded(record))
         self.num_ok += 1
         self.prompt_tokens += answer.num_prompt_tokens
 
-    def fail(self, record: records.Record) -> None:
+    def fail(self, entry: RowEntry, error: KittyError, record: records.Record) -> None:
         self.write(records.encoded(record))
         self.num_failed += 1
+        self.on_failure(entry, error.message)
 
     def progress(self) -> BatchProgress:
         now, counters = time.monotonic(), self.engine.counters

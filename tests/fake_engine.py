@@ -44,8 +44,8 @@ class ByteTokenizer:
         def refuse(message: str) -> None:
             raise ValueError(message)
 
-        return Environment().from_string(self.chat_template).render(
-            messages=messages, raise_exception=refuse, **options
+        return (
+            Environment().from_string(self.chat_template).render(messages=messages, raise_exception=refuse, **options)
         )
 
 
@@ -141,6 +141,4 @@ def _answer(request: Request) -> tuple[list[int], str]:
 
 def fake_model(defaults: SamplingDefaults | None = None, settings_sha256: str = "settings") -> BatchModel:
     """What a batch knows of the model that the fake engine stands for."""
-    return BatchModel(
-        "fake", ByteTokenizer(), VOCAB_SIZE, (END,), defaults or SamplingDefaults(), settings_sha256
-    )
+    return BatchModel("fake", ByteTokenizer(), VOCAB_SIZE, (END,), defaults or SamplingDefaults(), settings_sha256)
