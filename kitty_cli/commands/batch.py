@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def batch(
         ),
     ] = None,
     input_file: Annotated[
-        str | None, typer.Option("--input-file", "-i", help="INPUT under another name.", show_default=False)
+        str | None, typer.Option("--input-file", "-i", help="The same as INPUT.", show_default=False)
     ] = None,
     output_file: Annotated[
         str | None,
@@ -244,12 +245,12 @@ def _paths(source: str | None, input_file: str | None, output_file: str | None) 
     name = input_file if source is None else source
     if not name:
         raise ConfigError("There is no input.", "Name a file of requests, or - for standard input: kitty batch FILE")
-    source_path = None if name == STREAM else Path(name).expanduser()
+    source_path = None if name == STREAM else Path(os.path.expanduser(name))
     if output_file == "":
         raise ConfigError("--output-file is empty.", "Name a file, or - for standard output.")
     if output_file == STREAM or (output_file is None and source_path is None):
         return source_path, None
-    out_path = Path(output_file).expanduser() if output_file else _beside(source_path or Path())
+    out_path = Path(os.path.expanduser(output_file)) if output_file else _beside(source_path or Path())
     if source_path is not None and same_file(source_path, out_path):
         raise ConfigError(f"{out_path} is the input.", "Name another output: -o FILE")
     return source_path, out_path

@@ -164,11 +164,8 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
         ConfigError: records are in it and neither was asked for, it is no plain file, or another process writes it.
         DataError: it cannot be written.
     """
-    path = path.resolve()  # a link stays one, and two names of a file share a lock
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder.", "Name a file: -o FILE")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no plain file.", "Name a file, or - for standard output: -o FILE")
+    path = Path(os.path.realpath(path))  # a link stays one, and two names of a file share a lock
+    _check_kind(path)
     lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +190,17 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
             journal.close()
     finally:
         lock.release()
+
+
+def _check_kind(path: Path) -> None:
+    try:
+        is_there, is_dir, is_file = path.exists(), path.is_dir(), path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise _unwritable(path, error) from error
+    if is_dir:
+        raise ConfigError(f"{path} is a folder.", "Name a file: -o FILE")
+    if is_there and not is_file:
+        raise ConfigError(f"{path} is no plain file.", "Name a file, or - for standard output: -o FILE")
 
 
 def _stored(line: bytes, offset: int) -> Stored | None:

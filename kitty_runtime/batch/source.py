@@ -97,13 +97,11 @@ def open_input(path: Path | None, stdin: BinaryIO) -> Iterator[BatchInput]:
     try:
         with _seekable(path, stdin) as file:
             yield _checked(name, file)
-    except FileNotFoundError as error:
-        if path is None or error.filename != str(path):
+    except OSError as error:
+        if path is None or error.filename not in (path, str(path)):
             raise
-        raise DataError(f"There is no file {path}.", "Check the path.") from error
-    except (PermissionError, IsADirectoryError) as error:
-        if path is None or error.filename != str(path):
-            raise
+        if isinstance(error, FileNotFoundError):
+            raise DataError(f"There is no file {path}.", "Check the path.") from error
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Name a file of requests.") from error
 
 
@@ -173,4 +171,4 @@ def same_file(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:
-        return one.resolve() == other.resolve()
+        return os.path.realpath(one) == os.path.realpath(other)

@@ -256,6 +256,7 @@ def test_places_that_cannot_be_written(source, tmp_path):
     for path, error, said in [
         (tmp_path, ConfigError, "is a folder"),
         (Path("/dev/null"), ConfigError, "is no plain file"),
+        (tmp_path / ("x" * 300), DataError, "cannot be written: File name too long"),
         (source / "below", DataError, "cannot be written"),
         (Path("/proc/none/out.jsonl"), DataError, "cannot be written"),
     ]:

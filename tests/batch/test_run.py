@@ -250,7 +250,7 @@ def test_blank_lines_count_and_a_missing_line_end_does_not(tmp_path):
 def test_ids_that_are_used_twice(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(
-        b'{"id": "a", "prompt": 1}\n{"prompt": 1}\n{"id": 7}\n{"id": "a"}\n{"custom_id": "7"}\n{"id": "line-2"}\n'
+        b'{"id": "a", "prompt": 1}\n{"prompt": 1}\n{"id": 7}\n{"id": "a"}\n{"custom_id": "7"}\n{"id": "line-2"}'
     )
     with pytest.raises(ConfigError, match="uses an id twice") as caught:
         checked(path)
@@ -266,6 +266,8 @@ def test_inputs_that_are_none(tmp_path):
         checked(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         checked(tmp_path)
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        checked(tmp_path / ("x" * 300))
     for content in (b"", b"\n \r\n", b"\xef\xbb\xbf"):
         (tmp_path / "empty.jsonl").write_bytes(content)
         with pytest.raises(DataError, match="holds no requests"):
