@@ -47,17 +47,15 @@ class Answer:
 
 def answer_record(answer: Answer, model: str, tokenizer: PreTrainedTokenizerBase, settings_sha256: str) -> Record:
     """The record of an answer that ended by itself or by a limit."""
-    choice: Record = {"index": 0, "logprobs": None, "finish_reason": answer.finish_reason}
-    text = "".join(answer.pieces)
-    if answer.kind == "chat":
-        choice["message"] = {"role": "assistant", "content": text}
-        if answer.logprobs is not None:
-            choice["logprobs"] = {"content": [_chat_logprob(each, tokenizer) for each in answer.logprobs]}
-    else:
-        choice["text"] = text
-        if answer.logprobs is not None:
-            choice["logprobs"] = _completion_logprobs(answer.logprobs, tokenizer)
-    chat = answer.kind == "chat"
+    chat, text = answer.kind == "chat", "".join(answer.pieces)
+    logprobs: Record | None = None
+    if answer.logprobs is not None and chat:
+        logprobs = {"content": [_chat_logprob(each, tokenizer) for each in answer.logprobs]}
+    elif answer.logprobs is not None:
+        logprobs = _completion_logprobs(answer.logprobs, tokenizer)
+    choice: Record = {"index": 0}
+    choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    choice |= {"logprobs": logprobs, "finish_reason": answer.finish_reason}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
         "object": "chat.completion" if chat else "text_completion",
