@@ -12,8 +12,8 @@ from typing import Any
 from kitty_cli import output
 from kitty_runtime.batch.resume import Plan, Reason
 from kitty_runtime.batch.run import BatchProgress, BatchSummary
-from kitty_runtime.batch.settings import SamplingDefaults
 from kitty_runtime.batch.source import BatchInput, RowEntry
+from kitty_runtime.engine.request import SamplingParams
 
 LINE_EVERY_S = 10.0
 """Between two lines of progress where nobody watches a bar."""
@@ -33,15 +33,16 @@ _REASONS: dict[Reason, tuple[str, str]] = {
 }
 
 
-def describe_sampling(defaults: SamplingDefaults) -> str:
+def describe_sampling(defaults: SamplingParams, seed: int) -> str:
     """What holds where a line says nothing."""
-    said = [f"temperature {defaults.temperature:g}" if defaults.temperature else "greedy"]
-    said += [f"top_p {defaults.top_p:g}"] if defaults.top_p < 1 else []
-    said += [f"top_k {defaults.top_k}"] if defaults.top_k else []
-    said += [f"min_p {defaults.min_p:g}"] if defaults.min_p else []
+    said = ["greedy"] if defaults.greedy else [f"temperature {defaults.temperature:g}"]
+    if not defaults.greedy:
+        said += [f"top_k {defaults.top_k}"] if defaults.top_k else []
+        said += [f"top_p {defaults.top_p:g}"] if defaults.top_p < 1 else []
+        said += [f"min_p {defaults.min_p:g}"] if defaults.min_p else []
     said += [f"repetition_penalty {defaults.repetition_penalty:g}"] if defaults.repetition_penalty != 1 else []
     limit = "up to the context's end" if defaults.max_tokens is None else f"up to {defaults.max_tokens} tokens"
-    return f"{', '.join(said)}, {limit}, seed {defaults.seed}"
+    return f"{', '.join(said)}, {limit}, seed {seed}"
 
 
 def note_input(source: BatchInput, model_name: str) -> None:

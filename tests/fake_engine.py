@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment
 
 from kitty_runtime.batch.requests import BatchModel
-from kitty_runtime.batch.settings import SamplingDefaults
-from kitty_runtime.engine.request import Event, Request, TokenLogprob
+from kitty_runtime.engine.request import Event, Request, SamplingParams, TokenLogprob
 from kitty_runtime.errors import ConfigError, DataError, MemoryLimitError
 
 VOCAB_SIZE = 256 + 3
@@ -139,6 +139,10 @@ def _answer(request: Request) -> tuple[list[int], str]:
     return tokens[:limit], "stop" if len(tokens) <= limit else "length"
 
 
-def fake_model(defaults: SamplingDefaults | None = None, settings_sha256: str = "settings") -> BatchModel:
+def fake_model(asked: Mapping[str, Any] | None = None, seed: int = 0, settings_sha256: str = "settings") -> BatchModel:
     """What a batch knows of the model that the fake engine stands for."""
-    return BatchModel("fake", ByteTokenizer(), VOCAB_SIZE, (END,), defaults or SamplingDefaults(), settings_sha256)
+    return BatchModel("fake", ByteTokenizer(), VOCAB_SIZE, (END,), _sampling_params, asked or {}, seed, settings_sha256)
+
+
+def _sampling_params(asked: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**asked)

@@ -37,12 +37,12 @@ WAITING_PER_SEQ = 4
 _SUFFIXES = (".jsonl", ".ndjson", ".json")
 _OUTPUT = "Output"
 _ENGINE = "Engine"
+_SAMPLING = "Sampling where a line says nothing (default: the model's own)"
 
 
 def _sampling(text: str, **limits: Any) -> Any:
     """An option that holds where a line says nothing."""
-    panel = "Sampling where a line says nothing (default: the model's own)"
-    return typer.Option(help=text, rich_help_panel=panel, show_default=False, **limits)
+    return typer.Option(help=text, rich_help_panel=_SAMPLING, show_default=False, **limits)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,9 @@ def batch(
     ] = None,
     repetition_penalty: Annotated[float | None, _sampling("Above 1, repeat less.", min=0.01)] = None,
     seed: Annotated[
-        int | None, _sampling("With a row's id it gives the row's seed; 0 if left out.", min=0, max=2**63 - 1)
-    ] = None,
+        int,
+        typer.Option(help="With its id it gives a row its own seed.", min=0, max=2**63 - 1, rich_help_panel=_SAMPLING),
+    ] = 0,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.", min=0.01, max=1.0, rich_help_panel=_ENGINE)
     ] = 0.9,
@@ -133,16 +134,15 @@ def batch(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer a file of requests: OpenAI Batch lines, or {"prompt": ...} and {"messages": ...}."""
-    given = {
+    asked = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
-        "seed": seed,
     }
-    _check_sampling(given)
+    _check_sampling(asked)
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     flags = _EngineFlags(gpu_memory_utilization, _bytes(kv_bytes), max_num_seqs, max_batch_tokens)
     where = _ModelFlags(model, config, profile, device, dtype, trust_remote_code)
@@ -158,7 +158,7 @@ def batch(
 
     def load() -> tuple[BatchEngine, BatchModel]:
         nonlocal begun
-        opened = _open(where, given, flags)
+        opened = _open(where, asked, seed, flags)
         begun = True
         return opened
 
@@ -270,23 +270,24 @@ def _bytes(text: str | None) -> int | None:
     return parse_bytes(text)
 
 
-def _check_sampling(given: dict[str, Any]) -> None:
+def _check_sampling(asked: dict[str, Any]) -> None:
     """
     Raises:
         ConfigError: a value that no row could be answered with.
     """
     from kitty_runtime.engine.request import SamplingParams
 
-    temperature = given["temperature"]
+    temperature = asked["temperature"]
     if temperature is not None and not math.isfinite(temperature):
         raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
-    SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    SamplingParams(**{name: value for name, value in asked.items() if value is not None})
 
 
-def _open(where: _ModelFlags, given: dict[str, Any], flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:
+def _open(where: _ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:
     """Load what the flags name, and say on stderr which model, cache, profile, backend and sampling run."""
     from kitty_cli.batch_report import describe_sampling
     from kitty_runtime.batch.model import batch_model
+    from kitty_runtime.engine.cache import ENGINE_ATTENTION, check_layers
     from kitty_runtime.engine.engine import Engine, EngineLimits
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -296,6 +297,7 @@ def _open(where: _ModelFlags, given: dict[str, Any], flags: _EngineFlags) -> tup
     given_profile = None if where.profile_path is None else load_profile(where.profile_path)
     source = resolve_model(where.model, output.note)
     geometry = geometry_of(load_config(source, where.trust_remote_code))
+    check_layers(geometry.layers)
     layer_boosts(geometry.layers, config, given_profile)  # a profile that does not fit is refused before weights load
     tokenizer = load_tokenizer(source, where.trust_remote_code)
     loaded = load_model(
@@ -303,18 +305,18 @@ def _open(where: _ModelFlags, given: dict[str, Any], flags: _EngineFlags) -> tup
         dtype=where.dtype,
         device=where.device,
         trust_remote_code=where.trust_remote_code,
-        attn_implementation="kitty",
+        attn_implementation=ENGINE_ATTENTION,
     )
     profile, name = None, "not used by this preset"
     if config.uses_profile:
         profile, name = profile_for(loaded, geometry, given_profile, where.profile_path)
     elif given_profile is not None:
         output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
-    model = batch_model(source.name, loaded, tokenizer, geometry, config, profile, given)
+    model = batch_model(source.name, loaded, tokenizer, geometry, config, profile, asked, seed)
     runs = backend(loaded.device.type, loaded.dtype)
     output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {runs}")
     output.note(f"cache: {describe(config)}")
     output.note(f"profile: {name}")
-    output.note(f"sampling where a line says nothing: {describe_sampling(model.defaults)}")
+    output.note(f"sampling where a line says nothing: {describe_sampling(model.sampling(model.asked), seed)}")
     limits = EngineLimits(flags.gpu_memory_utilization, flags.kv_bytes, flags.max_num_seqs, flags.max_batch_tokens)
     return Engine(loaded, tokenizer, config, profile, limits), model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -190,13 +190,18 @@ def given_sampling(body: Mapping[str, Any], kind: Kind) -> GivenSampling:
     return GivenSampling(values, _bool("ignore_eos", body.get("ignore_eos", False)))
 
 
-def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+def sampling_params(
+    values: Mapping[str, Any],
+    make: Callable[[Mapping[str, Any]], SamplingParams] = lambda values: SamplingParams(**values),
+) -> SamplingParams:
     """
+    Args:
+        make: what turns the values into settings, such as a model with defaults of its own.
     Raises:
         RowError: a value out of range.
     """
     try:
-        params = SamplingParams(**values)
+        params = make(values)
     except ConfigError as error:  # its message begins with the attribute's name
         raise RowError(f"{error.message} {error.hint}", error.message.partition(" ")[0]) from error
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:

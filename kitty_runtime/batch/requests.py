@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kitty_runtime.batch.lines import BatchRow, Message
 from kitty_runtime.batch.parameters import sampling_params
 from kitty_runtime.batch.problems import RowError
-from kitty_runtime.batch.settings import SamplingDefaults, row_seed
+from kitty_runtime.batch.settings import row_seed
 from kitty_runtime.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ class BatchModel:
         tokenizer: of transformers.
         vocab_size: token ids that the model has embeddings for.
         end_tokens: ids that end an answer.
-        defaults: sampling where a line says nothing.
+        sampling: settings out of what is asked for, by the names of `SamplingParams`; the rest is the model's own.
+        asked: what the batch asks for where a line says nothing.
+        seed: of the batch; with a row's id it gives the row's seed: same file, same answers, in whatever order.
         settings_sha256: see `settings.settings_sha256`.
     """
 
@@ -32,7 +35,9 @@ class BatchModel:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     end_tokens: tuple[int, ...]
-    defaults: SamplingDefaults
+    sampling: Callable[[Mapping[str, Any]], SamplingParams]
+    asked: Mapping[str, Any]
+    seed: int
     settings_sha256: str
 
 
@@ -82,10 +87,10 @@ def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def _sampling(row: BatchRow, model: BatchModel) -> SamplingParams:
-    values = {**model.defaults.values(), **row.sampling.values}
-    values.setdefault("seed", row_seed(model.defaults.seed, row.custom_id))
-    own = tuple(values.get("stop_token_ids", ()))
+    asked = {**model.asked, **row.sampling.values}
+    asked.setdefault("seed", row_seed(model.seed, row.custom_id))
+    own = tuple(asked.get("stop_token_ids", ()))
     _check_ids("stop_token_ids", own, model.vocab_size)
     end = () if row.sampling.ignore_eos else model.end_tokens
-    values["stop_token_ids"] = tuple(dict.fromkeys((*own, *end)))
-    return sampling_params(values)
+    asked["stop_token_ids"] = tuple(dict.fromkeys((*own, *end)))
+    return sampling_params(asked, model.sampling)

@@ -13,7 +13,7 @@ from kitty_runtime.batch.requests import BatchModel
 from kitty_runtime.batch.run import Engine
 
 
-def _open(where: Any, given: Any, flags: Any) -> tuple[Engine, BatchModel]:
+def _open(where: Any, asked: Any, seed: Any, flags: Any) -> tuple[Engine, BatchModel]:
     return FakeEngine(max_num_seqs=flags.max_num_seqs, step_s=STEP_S), fake_model()
 
 

@@ -39,6 +39,7 @@ def out(tmp_path):
 def test_a_last_line_that_was_cut_anywhere(source, out, monkeypatch):
     """At every byte of the last record: it is done again, the others are not; a whole one without its end is kept."""
     monkeypatch.setattr(journal_module.os, "fsync", lambda fd: None)  # 2000 of them take seconds
+    source.write_bytes(b"".join(source.read_bytes().splitlines(keepends=True)[:2]))
     run_files(source, out)
     whole, expected = out.read_bytes(), comparable(out)
     start = whole[:-1].rindex(b"\n") + 1
@@ -47,7 +48,7 @@ def test_a_last_line_that_was_cut_anywhere(source, out, monkeypatch):
         engine = FakeEngine()
         summary = run_files(source, out, resume=True, engine=engine)
         is_whole = end >= len(whole) - 1
-        assert (summary.num_ok, summary.num_kept) == ((0, 4) if is_whole else (1, 3)), end
+        assert (summary.num_ok, summary.num_kept) == ((0, 2) if is_whole else (1, 1)), end
         assert len(engine.seen) == summary.num_ok
         assert comparable(out) == expected
         assert out.read_bytes()[:start] == whole[:start]

@@ -11,7 +11,8 @@ from kitty_runtime.batch import lines
 from kitty_runtime.batch.lines import identify, parse_row, row_sha256, strip_line
 from kitty_runtime.batch.problems import LineError, RowError
 from kitty_runtime.batch.requests import request_of
-from kitty_runtime.batch.settings import SamplingDefaults, defaults_of_model, row_seed
+from kitty_runtime.batch.settings import row_seed, settings_sha256
+from kitty_runtime.config import preset
 from kitty_runtime.engine.request import SamplingParams
 
 HI = [{"role": "user", "content": "hi"}]
@@ -335,7 +336,7 @@ def test_special_tokens_are_for_prompts_alone():
 
 
 def test_the_lines_values_go_over_the_defaults():
-    model = fake_model(SamplingDefaults(temperature=0.3, top_k=7, max_tokens=11))
+    model = fake_model({"temperature": 0.3, "top_k": 7, "max_tokens": 11})
     row = parse(chat(temperature=0.9, ignore_eos=True))
     seed = row_seed(0, "a")
     assert request_of(row, model).sampling == SamplingParams(max_tokens=11, temperature=0.9, top_k=7, seed=seed)
@@ -349,13 +350,13 @@ def test_the_seed_of_a_row_is_that_of_its_id():
     assert row_seed(1, "a") == row_seed(1, "a")
 
 
-def test_defaults_are_the_models_own():
-    own = {"temperature": 0.6, "top_p": 0.9, "top_k": None, "repetition_penalty": 1.1, "max_new_tokens": None}
-    assert defaults_of_model({**own, "do_sample": True}) == SamplingDefaults(0.6, 0.9, repetition_penalty=1.1)
-    assert defaults_of_model(own) == SamplingDefaults(repetition_penalty=1.1)
-    assert defaults_of_model({"max_new_tokens": 9}).changed({"temperature": 0, "seed": None}) == SamplingDefaults(
-        temperature=0, max_tokens=9
-    )
+def test_the_hash_is_of_all_settings():
+    def of(config="weighted", seed=0, weights="w", **sampling):
+        return settings_sha256(preset(config), SamplingParams(**sampling), seed, {"weights": weights})
+
+    others = [of("kitty"), of(seed=1), of(weights="x"), of(temperature=0.5), of(max_tokens=5), of(stop_token_ids=(1,))]
+    assert len({of(), *others}) == 7
+    assert of() == of()
 
 
 @pytest.mark.parametrize(
@@ -370,7 +371,7 @@ def test_defaults_are_the_models_own():
     ],
 )
 def test_requests_that_the_model_cannot_answer(line, param, code):
-    model = fake_model(SamplingDefaults(max_tokens=11))
+    model = fake_model({"max_tokens": 11})
     if code == "no_chat_template":
         model.tokenizer.chat_template = None
     with pytest.raises(RowError) as caught:

@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, fake_model
 
 from kitty_cli import batch_report
 from kitty_cli.commands import batch
-from kitty_runtime.batch.settings import SamplingDefaults
+from kitty_runtime.engine.request import SamplingParams
 from kitty_runtime.errors import ModelLoadError
 
 HI = [{"role": "user", "content": "hi"}]
@@ -40,10 +40,10 @@ def opened(monkeypatch):
     """The fake engine in place of a model; what it was opened with, and the settings' hash of the next run."""
     calls = []
 
-    def fake_open(where, given, flags):
-        calls.append((where, given, flags))
-        engine = FakeEngine(max_num_seqs=flags.max_num_seqs)
-        return engine, fake_model(SamplingDefaults().changed(given), repr(given))
+    def fake_open(where, asked, seed, flags):
+        asked = {name: value for name, value in asked.items() if value is not None}
+        calls.append((where, asked, seed, flags))
+        return FakeEngine(max_num_seqs=flags.max_num_seqs), fake_model(asked, seed, repr((asked, seed)))
 
     monkeypatch.setattr(batch, "_open", fake_open)
     return calls
@@ -135,9 +135,10 @@ def test_flags_reach_the_engine_and_the_sampling(call, opened, source):
     flags += ["--max-tokens", "7", "--seed", "3", "--repetition-penalty", "1.2", "--kv-bytes", "1GiB"]
     flags += ["--max-num-seqs", "3", "--max-batch-tokens", "99", "--gpu-memory-utilization", "0.5", "--bits", "16"]
     assert call("batch", source, *flags).code == 0
-    ((where, given, engine),) = opened
+    ((where, asked, seed, engine),) = opened
     assert (where.model, where.config.k_bits, where.device, where.dtype) == ("some/model", 16, "auto", "auto")
-    assert SamplingDefaults(**given) == SamplingDefaults(0.5, 0.9, 5, 0.1, 1.2, 7, 3)
+    assert SamplingParams(**asked) == SamplingParams(7, 0.5, 5, 0.9, 0.1, 1.2)
+    assert seed == 3
     assert engine == batch._EngineFlags(0.5, 2**30, 3, 99)
 
 
@@ -298,22 +299,21 @@ def test_durations():
 
 
 def test_what_holds_where_a_line_says_nothing():
-    assert batch_report.describe_sampling(SamplingDefaults()) == "temperature 1, up to the context's end, seed 0"
-    some = SamplingDefaults(0, 0.9, 5, 0.1, 1.2, 7, 3)
-    assert batch_report.describe_sampling(some) == (
-        "greedy, top_p 0.9, top_k 5, min_p 0.1, repetition_penalty 1.2, up to 7 tokens, seed 3"
+    def describe(**values):
+        return batch_report.describe_sampling(SamplingParams(**values), 3)
+
+    assert describe() == "temperature 1, up to the context's end, seed 3"
+    assert describe(temperature=0, top_p=0.9, max_tokens=7) == "greedy, up to 7 tokens, seed 3"
+    some = describe(temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.2)
+    assert (
+        some
+        == "temperature 0.5, top_k 5, top_p 0.9, min_p 0.1, repetition_penalty 1.2, up to the context's end, seed 3"
     )
 
 
 # --- a real model ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def real_engine():
-    return pytest.importorskip("kitty_runtime.engine.engine")
-
-
-@pytest.mark.usefixtures("real_engine")
 def test_a_tiny_model_answers(call, model_dir, tmp_path):
     """Both kinds, a row that is too long and one that is wrong; resumed with one row more."""
     text = "the value of the list is not a name"
@@ -354,7 +354,6 @@ def test_a_tiny_model_answers(call, model_dir, tmp_path):
     assert "6 rows were answered with another model or settings: done again." in done.stderr
 
 
-@pytest.mark.usefixtures("real_engine")
 def test_the_answer_of_chat_and_the_answer_of_batch(call, model_dir, tmp_path):
     """Greedy, the same words."""
     source = write_rows(tmp_path / "in.jsonl", {"messages": [{"role": "user", "content": "the value"}]})
