@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from kitty_cli import output
 from kitty_runtime.batch.resume import Plan, Reason
 from kitty_runtime.batch.run import BatchProgress, BatchSummary
@@ -65,7 +67,7 @@ def note_plan(plan: Plan, num_rows: int, path: Path, stale_path: Path) -> None:
         output.note(f"The answers that are no longer in it were moved to {stale_path}.")
 
 
-def failures() -> Callable[[RowEntry, str], None]:
+def _failures(console: Console | None = None) -> Callable[[RowEntry, str], None]:
     """Names the first rows that fail, and says once that others are in the output."""
     count = 0
 
@@ -74,22 +76,22 @@ def failures() -> Callable[[RowEntry, str], None]:
         count += 1
         if count <= _NUM_FAILURES:
             name = f"line {entry.line}" if entry.custom_id is None else f"line {entry.line}, {entry.custom_id!a}"
-            output.warning(f"{name}: {' '.join(message.split())[:300]}")
+            output.warning(f"{name}: {' '.join(message.split())[:300]}", console)
         elif count == _NUM_FAILURES + 1:
-            output.note("Further failures are named in the output only.")
+            output.note("Further failures are named in the output only.", console)
 
     return report
 
 
 @contextmanager
-def live() -> Iterator[Callable[[BatchProgress], None]]:
-    """A bar while people watch, a line every ten seconds where they do not."""
+def live() -> Iterator[tuple[Callable[[BatchProgress], None], Callable[[RowEntry, str], None]]]:
+    """A bar while people watch, a line every ten seconds where they do not; and what names the rows that fail."""
     if not sys.stderr.isatty():
-        yield _lines()
+        yield _lines(), _failures()
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("rows | {task.description}", markup=False))
+    columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=output.stderr(), transient=True) as bar:
         task = bar.add_task("")
         shown_at = 0.0
@@ -100,7 +102,7 @@ def live() -> Iterator[Callable[[BatchProgress], None]]:
                 shown_at = time.monotonic()
                 bar.update(task, completed=progress.done, total=progress.total, description=_state(progress))
 
-        yield report
+        yield report, _failures(bar.console)
 
 
 def _lines() -> Callable[[BatchProgress], None]:
@@ -110,13 +112,14 @@ def _lines() -> Callable[[BatchProgress], None]:
         nonlocal shown_at
         if time.monotonic() - shown_at >= LINE_EVERY_S:
             shown_at = time.monotonic()
-            output.note(f"{progress.done}/{progress.total} rows | {_state(progress)}")
+            output.note(_state(progress))
 
     return report
 
 
 def _state(progress: BatchProgress) -> str:
-    parts = [f"{progress.failed} failed"] if progress.failed else []
+    parts = [f"{progress.done}/{progress.total} rows"]
+    parts += [f"{progress.failed} failed"] if progress.failed else []
     parts += [f"{progress.tok_per_s:,.0f} tok/s", f"{progress.running} running, {progress.waiting} waiting"]
     parts += [f"pages {progress.pages_used}/{progress.pages_total}"]
     parts += [f"{_duration(progress.left_s)} left"] if progress.left_s is not None else []

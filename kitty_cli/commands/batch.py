@@ -202,7 +202,7 @@ def _answer(
             batch_report.note_plan(plan, len(rows.entries), journal.path, journal.stale_path)
         else:
             output.note(f"{len(rows.entries)} rows to {journal.path}")
-    with batch_report.live() as on_step:
+    with batch_report.live() as (on_step, on_failure):
         summary = run_batch(
             engine,
             rows,
@@ -212,7 +212,7 @@ def _answer(
             max_waiting=max_waiting,
             num_failed_kept=plan.num_failed_kept,
             on_step=on_step,
-            on_failure=batch_report.failures(),
+            on_failure=on_failure,
             should_stop=stopped,
         )
     batch_report.show_summary(summary)
