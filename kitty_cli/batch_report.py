@@ -35,6 +35,11 @@ _REASONS: dict[Reason, tuple[str, str]] = {
 }
 
 
+def count_rows(number: int) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{number} row{'s' * (number != 1)}"
+
+
 def describe_sampling(defaults: SamplingParams, seed: int) -> str:
     """What holds where a line says nothing."""
     said = ["greedy"] if defaults.greedy else [f"temperature {defaults.temperature:g}"]
@@ -59,7 +64,7 @@ def note_input(source: BatchInput, model_name: str) -> None:
 def note_plan(plan: Plan, num_rows: int, path: Path, stale_path: Path) -> None:
     """What a resumed batch found in its output."""
     failed = f", {plan.num_failed_kept} of them failed" if plan.num_failed_kept else ""
-    output.note(f"{path} has {len(plan.keep)} of {num_rows} rows{failed}; {len(plan.todo)} to do.")
+    output.note(f"{path} has {len(plan.keep)} of {count_rows(num_rows)}{failed}; {len(plan.todo)} to do.")
     for reason, count in plan.reasons:
         again = "taken out" if reason in ("gone", "double") else "done again"
         output.note(f"{count} {_REASONS[reason][count > 1]}: {again}.")
@@ -138,7 +143,7 @@ def show_summary(summary: BatchSummary) -> None:
     kept += f" ({summary.num_failed_kept} failed)" if summary.num_failed_kept else ""
     preempted = f" | {summary.num_preemptions} preemptions" if summary.num_preemptions else ""
     output.note(
-        f"{summary.num_rows} rows: {summary.num_ok} ok, {summary.num_failed} failed{kept} | "
+        f"{count_rows(summary.num_rows)}: {summary.num_ok} ok, {summary.num_failed} failed{kept} | "
         f"prompt {summary.prompt_tokens:,} tok | generation {summary.generation_tokens:,} tok in "
         f"{summary.elapsed_s:.1f} s, {summary.tok_per_s:,.1f} tok/s{preempted}"
     )

@@ -167,7 +167,7 @@ def batch(
         from kitty_runtime.batch.journal import open_journal
         from kitty_runtime.batch.source import open_input
 
-        rows = stack.enter_context(open_input(source_path, sys.stdin.buffer))
+        rows = stack.enter_context(open_input(source_path, None if sys.stdin is None else sys.stdin.buffer))
         journal = None if out_path is None else stack.enter_context(open_journal(out_path, resume, overwrite))
         _answer(rows, journal, load, stopped, resume, retry_failed, WAITING_PER_SEQ * max_num_seqs, as_json)
 
@@ -201,7 +201,7 @@ def _answer(
         if stored:
             batch_report.note_plan(plan, len(rows.entries), journal.path, journal.stale_path)
         else:
-            output.note(f"{len(rows.entries)} rows to {journal.path}")
+            output.note(f"{batch_report.count_rows(len(rows.entries))} to {journal.path}")
     with batch_report.live() as (on_step, on_failure):
         summary = run_batch(
             engine,
@@ -250,10 +250,16 @@ def _paths(source: str | None, input_file: str | None, output_file: str | None) 
         raise ConfigError("--output-file is empty.", "Name a file, or - for standard output.")
     if output_file == STREAM or (output_file is None and source_path is None):
         return source_path, None
+    if output_file is None and _is_pipe(source_path):
+        raise ConfigError(f"{source_path} is no plain file: nothing can be beside it.", "Name the output: -o FILE")
     out_path = Path(os.path.expanduser(output_file)) if output_file else _beside(source_path or Path())
     if source_path is not None and same_file(source_path, out_path):
         raise ConfigError(f"{out_path} is the input.", "Name another output: -o FILE")
     return source_path, out_path
+
+
+def _is_pipe(path: Path | None) -> bool:
+    return path is not None and os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def _beside(source: Path) -> Path:

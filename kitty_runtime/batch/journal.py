@@ -166,9 +166,11 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
     """
     path = Path(os.path.realpath(path))  # a link stays one, and two names of a file share a lock
     _check_kind(path)
-    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    lock_path = path.with_name(f".{path.name}.lock")
+    lock = FileLock(lock_path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(lock_path, os.O_WRONLY | os.O_CREAT, 0o666))  # says why it cannot; the lock would wait for it
         lock.acquire(timeout=0)
         if path.exists():
             os.close(os.open(path, os.O_WRONLY))

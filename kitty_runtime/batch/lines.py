@@ -142,7 +142,7 @@ def _read_object(stripped: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise LineError("not_utf8", f"The line is not UTF-8 text (byte {error.start}).") from error
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+        value = _DECODER.decode(text)
     except LineError:  # a ValueError too
         raise
     except json.JSONDecodeError as error:
@@ -172,6 +172,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         double = next(name for name in names if names.count(name) > 1)
         raise LineError("duplicate_key", f"The line gives {shown(double)} twice in one object.")
     return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_unique)
 
 
 def _is_envelope(fields: Mapping[str, Any]) -> bool:

@@ -84,11 +84,12 @@ class BatchInput:
 
 
 @contextmanager
-def open_input(path: Path | None, stdin: BinaryIO) -> Iterator[BatchInput]:
+def open_input(path: Path | None, stdin: BinaryIO | None) -> Iterator[BatchInput]:
     """Open and check an input.
 
     Args:
         path: None reads `stdin`. What is no plain file (a pipe) is copied to a temporary file first.
+        stdin: None if it is closed.
     Raises:
         DataError: missing, unreadable or empty.
         ConfigError: an id that two lines have.
@@ -106,17 +107,19 @@ def open_input(path: Path | None, stdin: BinaryIO) -> Iterator[BatchInput]:
 
 
 @contextmanager
-def _seekable(path: Path | None, stdin: BinaryIO) -> Iterator[BinaryIO]:
+def _seekable(path: Path | None, stdin: BinaryIO | None) -> Iterator[BinaryIO]:
     if path is not None and path.is_file():
         with path.open("rb") as file:
             yield file
         return
     with tempfile.TemporaryFile(prefix="kitty-batch-") as copy:
-        if path is None:
-            shutil.copyfileobj(stdin, copy)
-        else:
+        if path is not None:
             with path.open("rb") as pipe:
                 shutil.copyfileobj(pipe, copy)
+        elif stdin is None:
+            raise DataError("Standard input is closed.", "Pipe requests in, or name a file of them.")
+        else:
+            shutil.copyfileobj(stdin, copy)
         copy.seek(0)
         yield copy
 

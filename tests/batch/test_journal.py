@@ -258,6 +258,7 @@ def test_places_that_cannot_be_written(source, tmp_path):
         (tmp_path, ConfigError, "is a folder"),
         (Path("/dev/null"), ConfigError, "is no plain file"),
         (tmp_path / ("x" * 300), DataError, "cannot be written: File name too long"),
+        (Path("/proc/self/out.jsonl"), DataError, "cannot be written: No such file or directory"),
         (source / "below", DataError, "cannot be written"),
         (Path("/proc/none/out.jsonl"), DataError, "cannot be written"),
     ]:

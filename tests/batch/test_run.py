@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import threading
 
 import pytest
 from batch_case import comparable, mixed_lines, records_of, run_files
@@ -274,6 +276,17 @@ def test_inputs_that_are_none(tmp_path):
             checked(tmp_path / "empty.jsonl")
         with pytest.raises(DataError, match="stdin holds no requests"):
             checked(None, content)
+    with pytest.raises(DataError, match="Standard input is closed"), open_input(None, None):
+        pass
+
+
+def test_a_pipe_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b'{"prompt": "a"}\n',))
+    writer.start()
+    assert run_files(pipe, tmp_path / "out.jsonl").num_ok == 1
+    writer.join()
 
 
 def test_an_input_that_is_changed_while_it_is_read(tmp_path):
