@@ -61,7 +61,7 @@ def note_input(source: BatchInput, model_name: str) -> None:
         output.note(f"Fields that are no parameters are left alone: {', '.join(map(ascii, source.ignored))}.")
 
 
-def note_plan(plan: Plan, num_rows: int, path: Path, stale_path: Path) -> None:
+def note_plan(plan: Plan, num_rows: int, path: Path, stale_name: str) -> None:
     """What a resumed batch found in its output."""
     failed = f", {plan.num_failed_kept} of them failed" if plan.num_failed_kept else ""
     output.note(f"{path} has {len(plan.keep)} of {count_rows(num_rows)}{failed}; {len(plan.todo)} to do.")
@@ -69,7 +69,7 @@ def note_plan(plan: Plan, num_rows: int, path: Path, stale_path: Path) -> None:
         again = "taken out" if reason in ("gone", "double") else "done again"
         output.note(f"{count} {_REASONS[reason][count > 1]}: {again}.")
     if plan.replaced:
-        output.note(f"The answers that are no longer in it were moved to {stale_path}.")
+        output.note(f"The answers that are no longer in it were moved to {stale_name} beside it.")
 
 
 def _failures(console: Console | None = None) -> Callable[[RowEntry, str], None]:

@@ -199,9 +199,9 @@ def _answer(
     if journal is not None:
         journal.start(plan.keep, plan.replaced)
         if stored:
-            batch_report.note_plan(plan, len(rows.entries), journal.path, journal.stale_path)
+            batch_report.note_plan(plan, len(rows.entries), journal.name, journal.stale_path.name)
         else:
-            output.note(f"{batch_report.count_rows(len(rows.entries))} to {journal.path}")
+            output.note(f"{batch_report.count_rows(len(rows.entries))} to {journal.name}")
     with batch_report.live() as (on_step, on_failure):
         summary = run_batch(
             engine,
@@ -219,9 +219,9 @@ def _answer(
     if journal is not None:
         journal.close()
         if as_json:
-            output.json_document(batch_report.summary_document(summary, rows.name, journal.path, model.name))
+            output.json_document(batch_report.summary_document(summary, rows.name, journal.name, model.name))
         else:
-            output.note(f"Wrote {journal.path}")
+            output.note(f"Wrote {journal.name}")
     if summary.interrupted:
         if journal is not None:
             output.note("The same command with --resume does the rest.")

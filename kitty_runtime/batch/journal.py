@@ -46,10 +46,12 @@ class Journal:
 
     Args:
         path: the file itself, no link to it.
+        name: the path as it was given, for messages.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: Path) -> None:
         self.path = path
+        self.name = name
         self._fd: int | None = None
         self._synced_at = 0.0
 
@@ -74,7 +76,7 @@ class Journal:
                     found.append(record)
                 elif line.strip() and line.endswith(b"\n"):
                     raise ConfigError(
-                        f"Line {number} of {self.path} is no record of kitty batch.",
+                        f"Line {number} of {self.name} is no record of kitty batch.",
                         "Name another output with -o, or replace this one with --overwrite.",
                     )
                 offset += len(line)
@@ -97,7 +99,7 @@ class Journal:
                 self._rewrite(keep)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise _unwritable(self.name, error) from error
 
     def write(self, line: bytes) -> None:
         """Append a record, with its line end.
@@ -164,8 +166,8 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
         ConfigError: records are in it and neither was asked for, it is no plain file, or another process writes it.
         DataError: it cannot be written.
     """
-    path = Path(os.path.realpath(path))  # a link stays one, and two names of a file share a lock
     _check_kind(path)
+    name, path = path, Path(os.path.realpath(path))  # a link stays one, and two names of a file share a lock
     lock_path = path.with_name(f".{path.name}.lock")
     lock = FileLock(lock_path)
     try:
@@ -176,16 +178,16 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
             os.close(os.open(path, os.O_WRONLY))
     except Timeout as error:
         raise ConfigError(
-            f"Another process is writing {path}.", "Wait for it, or name another output with -o."
+            f"Another process is writing {name}.", "Wait for it, or name another output with -o."
         ) from error
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise _unwritable(name, error) from error
     try:
         if path.exists() and path.stat().st_size and not resume and not overwrite:
             raise ConfigError(
-                f"{path} has records already.", "Continue it with --resume, or replace it with --overwrite."
+                f"{name} has records already.", "Continue it with --resume, or replace it with --overwrite."
             )
-        journal = Journal(path)
+        journal = Journal(path, name)
         try:
             yield journal
         finally:
