@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kitty_cli import options, output
-from kitty_cli.commands.chat import interruptible, profile_for
-from kitty_cli.commands.env import backend
-from kitty_cli.commands.info import describe
+from kitty_cli.commands.chat import interruptible
+from kitty_cli.open_model import ModelFlags, open_model
 from kitty_runtime.errors import ConfigError
-from kitty_runtime.models.preflight import Dtype
 
 if TYPE_CHECKING:
     from kitty_runtime.batch.journal import Journal
     from kitty_runtime.batch.requests import BatchModel
     from kitty_runtime.batch.run import Engine as BatchEngine
     from kitty_runtime.batch.source import BatchInput
-    from kitty_runtime.config import CacheConfig
 
 STREAM = "-"
 """Standard input or output."""
@@ -53,18 +50,6 @@ class _EngineFlags:
     kv_bytes: int | None
     max_num_seqs: int
     max_batch_tokens: int
-
-
-@dataclass(frozen=True)
-class _ModelFlags:
-    """Which model, with which cache."""
-
-    model: str | None
-    config: CacheConfig
-    profile_path: Path | None
-    device: str
-    dtype: Dtype
-    trust_remote_code: bool
 
 
 def batch(
@@ -145,7 +130,7 @@ def batch(
     _check_sampling(asked)
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     flags = _EngineFlags(gpu_memory_utilization, _bytes(kv_bytes), max_num_seqs, max_batch_tokens)
-    where = _ModelFlags(model, config, profile, device, dtype, trust_remote_code)
+    where = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
     source_path, out_path = _paths(source, input_file, output_file)
     resume = resume or retry_failed
     if resume and overwrite:
@@ -202,19 +187,23 @@ def _answer(
             batch_report.note_plan(plan, len(rows.entries), journal.name, journal.stale_path.name)
         else:
             output.note(f"{batch_report.count_rows(len(rows.entries))} to {journal.name}")
-    with batch_report.live() as (on_step, on_failure):
-        summary = run_batch(
-            engine,
-            rows,
-            plan.todo,
-            model,
-            output.data if journal is None else journal.write,
-            max_waiting=max_waiting,
-            num_failed_kept=plan.num_failed_kept,
-            on_step=on_step,
-            on_failure=on_failure,
-            should_stop=stopped,
-        )
+    try:
+        with batch_report.live() as (on_step, on_failure):
+            summary = run_batch(
+                engine,
+                rows,
+                plan.todo,
+                model,
+                output.data if journal is None else journal.write,
+                max_waiting=max_waiting,
+                num_failed_kept=plan.num_failed_kept,
+                on_step=on_step,
+                on_failure=on_failure,
+                should_stop=stopped,
+            )
+    except BaseException:  # Ctrl-C twice, a device that is gone, a full disk: what is written stays
+        _note_resume(journal)
+        raise
     batch_report.show_summary(summary)
     if journal is not None:
         journal.close()
@@ -223,13 +212,17 @@ def _answer(
         else:
             output.note(f"Wrote {journal.name}")
     if summary.interrupted:
-        if journal is not None:
-            output.note("The same command with --resume does the rest.")
+        _note_resume(journal)
         raise KeyboardInterrupt
     if summary.num_failed + summary.num_failed_kept:
         if summary.num_failed_kept:
             output.note("--retry-failed does the failed rows again.")
         raise typer.Exit(1)
+
+
+def _note_resume(journal: Journal | None) -> None:
+    if journal is not None:
+        output.note("The same command with --resume does the rest.")
 
 
 def _paths(source: str | None, input_file: str | None, output_file: str | None) -> tuple[Path | None, Path | None]:
@@ -289,40 +282,17 @@ def _check_sampling(asked: dict[str, Any]) -> None:
     SamplingParams(**{name: value for name, value in asked.items() if value is not None})
 
 
-def _open(where: _ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:
+def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:
     """Load what the flags name, and say on stderr which model, cache, profile, backend and sampling run."""
     from kitty_cli.batch_report import describe_sampling
     from kitty_runtime.batch.model import batch_model
-    from kitty_runtime.engine.cache import ENGINE_ATTENTION, check_layers
     from kitty_runtime.engine.engine import Engine, EngineLimits
-    from kitty_runtime.models.geometry import geometry_of
-    from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
-    from kitty_runtime.profiles import layer_boosts, load_profile
 
-    config = where.config
-    given_profile = None if where.profile_path is None else load_profile(where.profile_path)
-    source = resolve_model(where.model, output.note)
-    geometry = geometry_of(load_config(source, where.trust_remote_code))
-    check_layers(geometry.layers)
-    layer_boosts(geometry.layers, config, given_profile)  # a profile that does not fit is refused before weights load
-    tokenizer = load_tokenizer(source, where.trust_remote_code)
-    loaded = load_model(
-        source,
-        dtype=where.dtype,
-        device=where.device,
-        trust_remote_code=where.trust_remote_code,
-        attn_implementation=ENGINE_ATTENTION,
+    opened = open_model(where)
+    assert opened.tokenizer is not None
+    model = batch_model(
+        opened.name, opened.model, opened.tokenizer, opened.geometry, where.config, opened.profile, asked, seed
     )
-    profile, name = None, "not used by this preset"
-    if config.uses_profile:
-        profile, name = profile_for(loaded, geometry, given_profile, where.profile_path)
-    elif given_profile is not None:
-        output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
-    model = batch_model(source.name, loaded, tokenizer, geometry, config, profile, asked, seed)
-    runs = backend(loaded.device.type, loaded.dtype)
-    output.note(f"{source.name} on {loaded.device}, {str(loaded.dtype).removeprefix('torch.')}; backend: {runs}")
-    output.note(f"cache: {describe(config)}")
-    output.note(f"profile: {name}")
     output.note(f"sampling where a line says nothing: {describe_sampling(model.sampling(model.asked), seed)}")
     limits = EngineLimits(flags.gpu_memory_utilization, flags.kv_bytes, flags.max_num_seqs, flags.max_batch_tokens)
-    return Engine(loaded, tokenizer, config, profile, limits), model
+    return Engine(opened.model, opened.tokenizer, where.config, opened.profile, limits), model

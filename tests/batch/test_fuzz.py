@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 
 import pytest
 from batch_case import comparable, records_of, run_files
-from fake_engine import CONTEXT, FakeEngine
+from fake_engine import CONTEXT, FakeEngine, fake_model
 
-from kitty_runtime.batch import lines, source
+from kitty_runtime.batch import lines, parameters, records, source
+from kitty_runtime.batch.lines import parse_row
+from kitty_runtime.batch.problems import LineError, RowError
+from kitty_runtime.batch.requests import request_of
 
 MANY = pytest.param(1000, marks=pytest.mark.slow)
 
@@ -203,6 +207,58 @@ def test_many_lines_of_a_kind(name, num_lines, tmp_path):
     assert len(engine.seen) == len(good_ids)
     assert run_files(path, out, resume=True).num_kept == len(rows)
     assert len(comparable(out)) == len(rows)
+
+
+VALUES = (None, True, False, 0, 1, -1, 2**31, 2**63, 10**400, 0.5, 1e308, -0.0, "", "x", "\ud800", "\x00", [], {}, [[]])
+VALUES += ([None], [0], ["x"], [{}], {"type": "text"}, {"role": "user", "content": "x"}, "user", "stop", 1e-320)
+NAMES = sorted(
+    {*parameters.SUPPORTED, *parameters.NEUTRAL, "custom_id", "id", "url", "method", "body", "role", "content"}
+)
+
+
+def changed(rng, value):
+    """The value with a part replaced, added or removed somewhere inside."""
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        found = dict(value)
+        name = rng.choice([*found, rng.choice(NAMES)])
+        if rng.random() < 0.15:
+            found.pop(name, None)
+        else:
+            found[name] = changed(rng, found[name]) if name in found else rng.choice(VALUES)
+        return found
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        return [*value[:at], changed(rng, value[at]), *value[at + rng.randrange(2) :]]
+    return rng.choice(VALUES)
+
+
+def test_requests_with_parts_changed():
+    """Whatever a request holds, it is a request, a 400 that names a parameter, or a line that cannot be read."""
+    rng = random.Random(0)
+    model, outcomes = fake_model(), Counter()
+    for i in range(4000):
+        line = good(i)
+        for _ in range(rng.randint(1, 3)):
+            line = changed(rng, line)
+        raw = json.dumps(line).encode()
+        entry = source.RowEntry(lines.identify(raw, 7).key, 7, 0, len(raw), "row")
+        try:
+            request = request_of(parse_row(raw, 7), model)
+        except LineError as error:
+            outcomes["line"] += 1
+            assert entry.custom_id is None
+            record = records.line_error_record(entry, error, "s")
+        except RowError as error:
+            outcomes["row"] += 1
+            assert entry.custom_id is not None
+            assert error.param
+            record = records.row_error_record(entry, error, "s")
+        else:
+            outcomes["request"] += 1
+            assert request.id == entry.key
+            continue
+        assert json.loads(records.encoded(record))["custom_id"] == entry.custom_id
+    assert min(outcomes.values()) > 200
 
 
 def test_lines_that_are_too_long_are_never_read_whole(tmp_path, monkeypatch):

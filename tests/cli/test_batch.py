@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from fake_engine import FakeEngine, fake_model
 from kitty_cli import batch_report
 from kitty_cli.commands import batch
 from kitty_runtime.engine.request import SamplingParams
-from kitty_runtime.errors import ModelLoadError
+from kitty_runtime.errors import MemoryLimitError, ModelLoadError
 
 HI = [{"role": "user", "content": "hi"}]
 ROWS = (
@@ -268,6 +270,33 @@ def test_an_interrupted_run_says_how_to_go_on(call, source, tmp_path, monkeypatc
     assert ids(records(tmp_path / "in.out.jsonl")) == ["a", "b", "line-3"]
 
 
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize(
+    ("problem", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted."),
+        (MemoryLimitError("The device is gone."), 1, "Error: The device is gone."),
+        (OSError(errno.ENOSPC, "full"), 1, "Error: The output cannot be written: no space left on the device."),
+    ],
+)
+def test_a_run_that_breaks_off_says_how_to_go_on(call, source, tmp_path, monkeypatch, problem, code, said):
+    """Ctrl-C twice, a device that fails, a full disk."""
+
+    def broken(self):
+        if self.running:
+            raise problem
+        return step(self)
+
+    step = FakeEngine.step
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeEngine, "step", broken)
+        done = call("batch", source, "--max-num-seqs", "1")
+    assert (done.code, done.stdout) == (code, "")
+    assert f"The same command with --resume does the rest.\n{said}\n" in done.stderr
+    assert call("batch", source, "--resume").code == 0
+    assert ids(records(tmp_path / "in.out.jsonl")) == ["a", "b", "line-3"]
+
+
 def test_a_signal_while_the_model_loads(call, source, monkeypatch):
     monkeypatch.setattr(batch, "_open", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     done = call("batch", source)
@@ -363,6 +392,41 @@ def test_the_answer_of_chat_and_the_answer_of_batch(call, model_dir, tmp_path):
     done = call("batch", source, "-o", "-", "--model", model_dir, "--kv-bytes", "30MB", "--max-num-seqs", "2", *flags)
     content = json.loads(done.stdout)["response"]["body"]["choices"][0]["message"]["content"]
     assert content == call("chat", model_dir, "the value", *flags).stdout.rstrip("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+def test_a_tiny_model_killed_and_resumed(model_dir, tmp_path, share):
+    """The real engine in a real process; at 16 bits, where float32 rounding decides no token."""
+    words = ["the", "value", "of", "the", "list", "is", "not", "a", "name", "in", "this", "class"]
+    rows = [
+        {"id": f"r{i}", "prompt": " ".join(words[i % 5 : 6 + i % 7]), "max_tokens": 8 + i % 90, "ignore_eos": True}
+        for i in range(80)
+    ]
+    source = write_rows(tmp_path / "in.jsonl", *rows)
+    command = [sys.executable, "-m", "kitty_cli.main", "batch", source, "--model", model_dir, "--preset", "16"]
+    command += ["--temperature", "0", "--max-num-seqs", "8", "--kv-bytes", "60MB"]
+
+    def start(*flags):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        return subprocess.Popen([*command, *flags], cwd=root, env=environment, stderr=subprocess.DEVNULL)
+
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert start("-o", whole).wait(timeout=120) == 0
+    process = start("-o", out)
+    while process.poll() is None and not (out.exists() and out.stat().st_size > share * whole.stat().st_size):
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert 0 < out.read_bytes().count(b"\n") < len(rows)
+    assert start("-o", out, "--resume").wait(timeout=120) == 0
+    texts = [
+        {record["custom_id"]: record["response"]["body"]["choices"] for record in records(path)}
+        for path in (whole, out)
+    ]
+    assert len(records(out)) == len(texts[1]) == len(rows)
+    assert texts[0] == texts[1]
 
 
 def test_the_module_is_importable_without_torch():
