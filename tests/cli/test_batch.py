@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -276,11 +275,10 @@ def test_an_interrupted_run_says_how_to_go_on(call, source, tmp_path, monkeypatc
     [
         (KeyboardInterrupt(), 130, "Interrupted."),
         (MemoryLimitError("The device is gone."), 1, "Error: The device is gone."),
-        (OSError(errno.ENOSPC, "full"), 1, "Error: The output cannot be written: no space left on the device."),
     ],
 )
 def test_a_run_that_breaks_off_says_how_to_go_on(call, source, tmp_path, monkeypatch, problem, code, said):
-    """Ctrl-C twice, a device that fails, a full disk."""
+    """Ctrl-C twice, or a device that fails."""
 
     def broken(self):
         if self.running:
@@ -395,8 +393,7 @@ def test_the_answer_of_chat_and_the_answer_of_batch(call, model_dir, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
-def test_a_tiny_model_killed_and_resumed(model_dir, tmp_path, share):
+def test_a_tiny_model_killed_and_resumed(model_dir, tmp_path):
     """The real engine in a real process; at 16 bits, where float32 rounding decides no token."""
     words = ["the", "value", "of", "the", "list", "is", "not", "a", "name", "in", "this", "class"]
     rows = [
@@ -415,18 +412,15 @@ def test_a_tiny_model_killed_and_resumed(model_dir, tmp_path, share):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert start("-o", whole).wait(timeout=120) == 0
     process = start("-o", out)
-    while process.poll() is None and not (out.exists() and out.stat().st_size > share * whole.stat().st_size):
+    while process.poll() is None and not (out.exists() and out.stat().st_size > 0.4 * whole.stat().st_size):
         time.sleep(0.001)
     process.kill()
     assert process.wait(timeout=60) == -signal.SIGKILL
     assert 0 < out.read_bytes().count(b"\n") < len(rows)
     assert start("-o", out, "--resume").wait(timeout=120) == 0
-    texts = [
-        {record["custom_id"]: record["response"]["body"]["choices"] for record in records(path)}
-        for path in (whole, out)
-    ]
-    assert len(records(out)) == len(texts[1]) == len(rows)
-    assert texts[0] == texts[1]
+    choices = [{r["custom_id"]: r["response"]["body"]["choices"] for r in records(path)} for path in (whole, out)]
+    assert len(records(out)) == len(choices[1]) == len(rows)
+    assert choices[0] == choices[1]
 
 
 def test_the_module_is_importable_without_torch():
