@@ -174,10 +174,11 @@ def _answer(
         typer.Exit: a record is an error.
     """
     from kitty_cli import batch_report
-    from kitty_runtime.batch.resume import plan_resume
+    from kitty_runtime.batch.resume import check_same_batch, plan_resume
     from kitty_runtime.batch.run import run_batch
 
     stored = journal.stored() if journal is not None and resume else ()
+    check_same_batch(rows.entries, stored)
     engine, model = load()
     batch_report.note_input(rows, model.name)
     plan = plan_resume(rows.entries, stored, model.settings_sha256, retry_failed)

@@ -38,6 +38,20 @@ class Plan:
         return sum(record.failed for record in self.keep)
 
 
+def check_same_batch(entries: Sequence[RowEntry], stored: Sequence[Stored]) -> None:
+    """Verify, before a model loads, that an output is this input's.
+
+    Raises:
+        ConfigError: no record answers a row of the input: most likely it is another batch's output.
+    """
+    keys = {entry.key for entry in entries}
+    if stored and not any(record.key in keys for record in stored):
+        raise ConfigError(
+            f"None of the {len(stored)} records in the output answers a row of this input.",
+            "Name another output with -o, or replace this one with --overwrite.",
+        )
+
+
 def plan_resume(
     entries: Sequence[RowEntry], stored: Sequence[Stored], settings_sha256: str, retry_failed: bool = False
 ) -> Plan:
@@ -47,15 +61,8 @@ def plan_resume(
         stored: records of the output.
         settings_sha256: of the settings now.
         retry_failed: whether errors are done again.
-    Raises:
-        ConfigError: no record answers a row of the input: most likely it is another batch's output.
     """
     rows = {entry.key: entry for entry in entries}
-    if stored and not any(record.key in rows for record in stored):
-        raise ConfigError(
-            f"None of the {len(stored)} records in the output answers a row of this input.",
-            "Name another output with -o, or replace this one with --overwrite.",
-        )
     done: set[RowKey] = set()
     keep: list[Stored] = []
     replaced: list[Stored] = []

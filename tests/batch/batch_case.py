@@ -11,7 +11,7 @@ from typing import Any
 from fake_engine import FakeEngine, fake_model
 
 from kitty_runtime.batch.journal import open_journal
-from kitty_runtime.batch.resume import plan_resume
+from kitty_runtime.batch.resume import check_same_batch, plan_resume
 from kitty_runtime.batch.run import BatchSummary, run_batch
 from kitty_runtime.batch.source import open_input
 
@@ -37,7 +37,9 @@ def run_files(
         return stop_after is not None and steps > stop_after
 
     with open_input(source, io.BytesIO()) as batch, open_journal(out, resume, overwrite) as journal:
-        plan = plan_resume(batch.entries, journal.stored() if resume else (), settings, retry_failed)
+        stored = journal.stored() if resume else ()
+        check_same_batch(batch.entries, stored)
+        plan = plan_resume(batch.entries, stored, settings, retry_failed)
         journal.start(plan.keep, plan.replaced)
         return run_batch(
             engine,

@@ -216,6 +216,15 @@ def test_a_model_that_does_not_load_leaves_the_records(refused, call, source, mo
         assert source.with_name("in.out.jsonl").read_bytes() == before
 
 
+def test_another_batchs_output_is_refused_before_weights_load(refused, call, opened, source, monkeypatch):
+    call("batch", source)
+    source.write_text('{"id": "other", "prompt": "x"}\n')
+    monkeypatch.setattr(batch, "_open", lambda *args: pytest.fail("the model was loaded"))
+    assert "None of the 3 records in the output answers a row" in refused(2, "batch", source, "--resume")
+    source.with_name("in.out.jsonl").write_text("hello\n")
+    assert "is no record of kitty batch." in refused(2, "batch", source, "--resume")
+
+
 # --- resuming ----------------------------------------------------------------------------------------------------
 
 
