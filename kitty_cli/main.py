@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kitty_cli import output
+from kitty_cli.commands.batch import batch
 from kitty_cli.commands.bench import bench
 from kitty_cli.commands.chat import chat
 from kitty_cli.commands.env import env, version_lines
@@ -28,13 +29,14 @@ _FULL_DISK = DataError("The output cannot be written: no space left on the devic
 
 app = typer.Typer(
     name="kitty",
-    help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages.",
+    help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages, "
+    "answer files of requests.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="First steps: kitty info, kitty profile, kitty chat. Exit codes: 0 done, 1 error, 2 usage, 130 interrupted. "
-    "KITTY_HOME: folder of models and profiles; KITTY_MODEL: default model; KITTY_DEBUG=1: tracebacks.",
+    epilog="First steps: kitty info, kitty profile, kitty chat, kitty batch. Exit codes: 0 done, 1 error, 2 usage, 130 "
+    "interrupted. KITTY_HOME: folder of models and profiles; KITTY_MODEL: default model; KITTY_DEBUG=1: tracebacks.",
 )
 
 
@@ -75,7 +77,7 @@ def _interrupted(problem: BaseException | None) -> bool:
     return False
 
 
-for _command in (info, profile, chat, bench, env):
+for _command in (info, profile, chat, batch, bench, env):
     app.command()(guarded(_command))
 
 

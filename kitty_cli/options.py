@@ -21,6 +21,16 @@ Model = Annotated[
         help="Hub id, folder, .gguf file, or 'demo'; $KITTY_MODEL or 'demo' if left out.", show_default=False
     ),
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Hub id, folder, .gguf file, or 'demo'; $KITTY_MODEL or 'demo' if left out.",
+        show_default=False,
+        rich_help_panel=_MODEL,
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MODEL)]
 DtypeName = Annotated[
     Dtype, typer.Option(help="auto, float32, float16 or bfloat16; auto is float32 on a CPU.", rich_help_panel=_MODEL)

@@ -43,6 +43,12 @@ def text(line: str, end: str = "\n") -> None:
     sys.stdout.flush()
 
 
+def data(line: bytes) -> None:
+    """UTF-8 as data, whatever the terminal's encoding, flushed."""
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+
+
 def json_document(document: Mapping[str, Any]) -> None:
     """One JSON document, written plainly: rich would wrap it and read markup in it.
 
@@ -52,13 +58,13 @@ def json_document(document: Mapping[str, Any]) -> None:
     text(json.dumps({"schema_version": SCHEMA_VERSION, **document}, indent=2, allow_nan=False))
 
 
-def note(line: str) -> None:
-    """Something worth knowing, dim."""
-    stderr().print(escape(line), style="dim")
+def note(line: str, console: Console | None = None) -> None:
+    """Something worth knowing, dim; above the bar if it is the bar's console."""
+    (console or stderr()).print(escape(line), style="dim")
 
 
-def warning(line: str) -> None:
-    stderr().print(f"[yellow]Warning:[/yellow] {escape(line)}")
+def warning(line: str, console: Console | None = None) -> None:
+    (console or stderr()).print(f"[yellow]Warning:[/yellow] {escape(line)}")
 
 
 def error(problem: KittyError) -> None:

@@ -61,6 +61,7 @@ ALLOWED = {
     "cache": ("ops", "quant", "profiles", "models.attention", "models.geometry", *BASE),
     "models": ("ops", *BASE),
     "engine": ("cache", "ops", "quant", "profiles", "memory", "models", *BASE),
+    "batch": ("engine", "models", "profiles", *BASE),
 }
 FORBIDDEN_TO_ALL = ("typer", "rich", "click", "kitty_cli")
 

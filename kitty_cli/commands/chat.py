@@ -143,8 +143,15 @@ def answer(session: ChatSession, message: str) -> None:
 
 
 @contextmanager
-def interruptible(begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
-    """Once `begun`, the first Ctrl-C only makes the yielded function return True; any other raises as usual."""
+def interruptible(
+    begun: Callable[[], bool], signals: tuple[signal.Signals, ...] = (signal.SIGINT,)
+) -> Iterator[Callable[[], bool]]:
+    """Once `begun`, the first Ctrl-C only makes the yielded function return True; any other raises as usual.
+
+    Args:
+        begun: asked when it is pressed.
+        signals: what counts as Ctrl-C.
+    """
     pressed = False
 
     def on_interrupt(signum: int, frame: Any) -> None:
@@ -153,11 +160,12 @@ def interruptible(begun: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         pressed = True
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    before = {each: signal.signal(each, on_interrupt) for each in signals}
     try:
         yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def figures(session: ChatSession, reply: Reply) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("info", "profile", "chat", "env")
+COMMANDS = ("info", "profile", "chat", "batch", "env")
 
 
 def cpu_seconds(*command: str) -> float:
@@ -42,6 +42,15 @@ def test_help_of_each_command(call, command, flag):
         "info": ["--memory", "--json", "--preset", "PROFILE"],
         "profile": ["--metric", "--data", "--tokens", "--num-samples", "--max-seq-length", "--seed", "--skip-layers"],
         "chat": ["--bits", "--boost", "--preset", "--profile", "-ctk", "-ctv", "--system-prompt", "--seed", "--top-p"],
+        "batch": [
+            "--input-file",
+            "--output-file",
+            "--resume",
+            "--retry-failed",
+            "--overwrite",
+            "--model",
+            "--kv-bytes",
+        ],
         "env": ["--json"],
     }[command]
     assert [option for option in expected if option not in done.stdout] == []
