@@ -17,8 +17,6 @@ MAX_STOPS = 16
 
 _MAX_INT = 2**31 - 1
 _MAX_TEMPERATURE = 100.0
-_GREEDY_BELOW = 1e-5
-"""A temperature this low is greedy; dividing logits by it would overflow."""
 
 _INTS = ("max_tokens", "top_k", "min_tokens")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -175,8 +173,6 @@ def given_sampling(body: Mapping[str, Any], kind: Kind) -> GivenSampling:
             values[name] = _number(name, body[name])
     if values.get("top_k") == -1:  # vLLM's word for all
         values["top_k"] = 0
-    if 0 < values.get("temperature", 1) < _GREEDY_BELOW:
-        values["temperature"] = 0.0
     if values.get("temperature", 0) > _MAX_TEMPERATURE:
         raise RowError(f"temperature is {values['temperature']}. Use 0 to {_MAX_TEMPERATURE:.0f}.", "temperature")
     if "stop" in body:

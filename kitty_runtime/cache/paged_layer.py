@@ -66,10 +66,10 @@ class PagedLayer:
         return [*self.state.tensors, *([] if self.query_sq_sum is None else [self.query_sq_sum])]
 
     def ensure_pages(self, num_pages: int) -> None:
-        """Grow the pages tensor to `num_pages`, contents kept; what is new holds any bytes until it is packed."""
+        """Grow the pages tensor to `num_pages`, contents kept."""
         pages = self.state.pages
         if pages.shape[0] < num_pages:
-            grown = pages.new_empty((num_pages, pages.shape[1]))
+            grown = pages.new_zeros((num_pages, pages.shape[1]))
             grown[: pages.shape[0]] = pages
             self.state.pages = grown
 

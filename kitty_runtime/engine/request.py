@@ -22,7 +22,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: new tokens at the most; None = as many as the context and the pool hold.
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0, or so little that they would overflow, is greedy.
         top_k: keep this many of the likeliest tokens; 0 = all.
         top_p: keep the likeliest tokens up to this mass.
         min_p: drop tokens below this share of the likeliest.
@@ -75,7 +75,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < 1e-5
 
 
 @dataclass(frozen=True)

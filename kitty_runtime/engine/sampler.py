@@ -60,7 +60,7 @@ class SamplingBatch:
         return SamplingBatch(
             sequences=tuple(sequences),
             greedy=torch.tensor([s.greedy for s in settings], device=device),
-            temperature=column([s.temperature or 1.0 for s in settings], 1.0, torch.float32),
+            temperature=column([1.0 if s.greedy else s.temperature for s in settings], 1.0, torch.float32),
             top_k=column([s.top_k or vocab_size for s in settings], vocab_size, torch.int64) if sampled else None,
             top_p=column([s.top_p for s in settings], 1.0, torch.float32) if sampled else None,
             min_p=column([s.min_p for s in settings], 0.0, torch.float32) if sampled else None,

@@ -94,7 +94,7 @@ def test_content_in_parts_and_the_newer_name_of_a_role():
             {"temperature": 1.0, "top_p": 0.5, "top_k": 4, "min_p": 0.1},
         ),
         ({"top_k": -1}, {"top_k": 0}),
-        ({"temperature": 1e-300}, {"temperature": 0.0}),
+        ({"temperature": 1e-300}, {"temperature": 1e-300}),
         ({"seed": -(2**63)}, {"seed": -(2**63)}),
         ({"stop": "x"}, {"stop": ("x",)}),
         ({"stop": ["x", "\n"]}, {"stop": ("x", "\n")}),
