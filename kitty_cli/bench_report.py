@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from kitty_cli import output
@@ -194,7 +195,7 @@ def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], format: str, 
         for line in (columns, rule, *lines):
             output.text("| " + " | ".join(line) + " |")
         return
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < text_columns else "right", overflow="fold")
     for line in lines:

@@ -30,7 +30,7 @@ _FULL_DISK = DataError("The output cannot be written: no space left on the devic
 app = typer.Typer(
     name="kitty",
     help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages, "
-    "answer files of requests.",
+    "answer files of requests, measure speed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("info", "profile", "chat", "batch", "env")
+COMMANDS = ("info", "profile", "chat", "batch", "bench", "env")
 
 
 def cpu_seconds(*command: str) -> float:
