@@ -51,6 +51,7 @@ def test_help_of_each_command(call, command, flag):
             "--model",
             "--kv-bytes",
         ],
+        "bench": ["--batch-size", "--input-len", "--num-prompts", "--request-rate", "--memory", "--load-format"],
         "env": ["--json"],
     }[command]
     assert [option for option in expected if option not in done.stdout] == []
