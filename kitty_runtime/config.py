@@ -96,6 +96,7 @@ class CacheConfig:
         seed: of the ``random`` policy.
         clip_search: give each key channel of a page, of a few clipped ranges, the one that leaves the least squared
             error. Packing takes longer, reading does not.
+        v_hadamard: pages hold values rotated by a Hadamard matrix; what attention adds up is rotated back.
     Raises:
         ConfigError: a value the page format or the windows cannot hold.
     """
@@ -110,6 +111,7 @@ class CacheConfig:
     prefill: Prefill = "paged"
     seed: int = 0
     clip_search: bool = False
+    v_hadamard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
@@ -127,6 +129,8 @@ class CacheConfig:
                 f"boost_ratio {self.boost_ratio} with k_bits {self.k_bits}",
                 "Boost lifts 2-bit key channels to 4 bits: set k_bits to 2, or boost_ratio to 0.",
             )
+        if self.v_hadamard and self.v_bits == 16:
+            raise ConfigError("v_hadamard with v_bits 16", "Unpacked values are not rotated: leave it out.")
         for name in ("sink_len", "k_recent_len", "v_recent_len"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -51,6 +51,7 @@ class PagedLayer:
             config.v_bits,
             boost.num_boosted,
             keys.dtype,
+            config.v_hadamard,
         )
         self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device)
         self.query_sq_sum: Tensor | None = None

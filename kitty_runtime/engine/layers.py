@@ -37,7 +37,7 @@ def layer_settings(
         UnsupportedModelError, ConfigError, ProfileError: see `check_layers` and `layer_boosts`.
     """
     check_layers(layers)
-    dense = replace(config, k_bits=16, v_bits=16, boost_ratio=0.0, policy="dynamic")
+    dense = replace(config, k_bits=16, v_bits=16, boost_ratio=0.0, policy="dynamic", v_hadamard=False)
     return [
         None if not layer.quantized else (dense, LayerBoost("dynamic", 0)) if boost is None else (config, boost)
         for layer, boost in zip(layers, layer_boosts(layers, config, profile), strict=True)
