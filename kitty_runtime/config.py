@@ -96,7 +96,7 @@ class CacheConfig:
         seed: of the ``random`` policy.
         clip_search: give each key channel of a page, of a few clipped ranges, the one that leaves the least squared
             error. Packing takes longer, reading does not.
-        v_hadamard: pages hold values rotated by a Hadamard matrix; what attention adds up is rotated back.
+        v_hadamard: values are stored rotated by a Hadamard matrix; what attention makes of them is rotated back.
     Raises:
         ConfigError: a value the page format or the windows cannot hold.
     """
@@ -177,6 +177,7 @@ _PAPER = CacheConfig(policy="dynamic", k_recent_len=0, v_recent_len=PAGE_SIZE)
 
 PRESETS: dict[str, CacheConfig] = {
     DEFAULT_PRESET: CacheConfig(),
+    "tuned": CacheConfig(clip_search=True, v_hadamard=True),
     "kitty": _PAPER,
     "kitty-pro": replace(_PAPER, boost_ratio=0.25),
     "random": replace(_PAPER, policy="random"),

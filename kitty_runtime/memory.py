@@ -80,8 +80,7 @@ def layout_of(
     layer: LayerGeometry, config: CacheConfig, boost: LayerBoost, dtype: torch.dtype = torch.float16
 ) -> PageLayout:
     """The page format of a layer that is paged."""
-    bits = (config.k_bits, config.v_bits)
-    return PageLayout(layer.num_kv_heads, layer.head_dim, *bits, boost.num_boosted, dtype, config.v_hadamard)
+    return PageLayout(layer.num_kv_heads, layer.head_dim, config.k_bits, config.v_bits, boost.num_boosted, dtype)
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,22 @@ class Spec:
         return np.r_[head * planes : (head + 1) * planes, ids : ids + self.ids_bytes]
 
 
-def affine(x: np.ndarray, levels: int) -> tuple[np.float16, np.float16, list[int]]:
-    """Scale, zero point and codes of one group."""
+def affine(x: np.ndarray, levels: int, clips: tuple[float, ...] = ()) -> tuple[np.float16, np.float16, list[int]]:
+    """Scale, zero point and codes of one group; of clipped ranges too, the one with the least error."""
     x = np.clip(x.astype(np.float32), np.float32(-65504), np.float32(65504))
-    low, high = x.min(), x.max()
+    low, spread = x.min(), x.max() - x.min()
+    tried = [_affine(x, low + spread * np.float32(c), x.max() - spread * np.float32(c), levels) for c in (0, *clips)]
+    return min(tried, key=lambda found: _error(x, found, spread))  # of equals the first
+
+
+def _error(x: np.ndarray, found: tuple[np.float16, np.float16, list[int]], spread: np.float32) -> int:
+    scale, zero_point, codes = found
+    back = np.array(codes, np.float32) * np.float32(scale) + np.float32(zero_point)
+    off = (x - back) * (np.float32(1) / max(spread, np.float32(1e-6)))
+    return int(sum(int(e) for e in np.minimum(off * off, np.float32(1)) * np.float32(2**23)))
+
+
+def _affine(x: np.ndarray, low: np.float32, high: np.float32, levels: int) -> tuple[np.float16, np.float16, list[int]]:
     scale = np.float16(max((high - low) / np.float32(levels), np.float32(1e-6)))
     zero_point = np.float16(low)
     if float(zero_point) + levels * float(scale) >= 65520:  # would come back as infinity in fp16
@@ -94,11 +106,24 @@ def words_of(two_bit_codes: list[int]) -> list[int]:
     return words
 
 
-def encode_keys(spec: Spec, keys: np.ndarray, boosted: list[int]) -> dict[str, bytes]:
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """``[..., head_dim]`` times the Hadamard matrix, in blocks of the largest power of two; by sums and differences."""
+    block, size = 1, x.shape[-1]
+    while size % (2 * block) == 0:
+        block *= 2
+    out, half = x.astype(np.float32), 1
+    while half < block:
+        pairs = out.reshape(*x.shape[:-1], -1, 2, half)
+        out = np.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).reshape(x.shape)
+        half *= 2
+    return out * np.float32(block**-0.5)
+
+
+def encode_keys(spec: Spec, keys: np.ndarray, boosted: list[int], clips: tuple[float, ...] = ()) -> dict[str, bytes]:
     """Fields of one head's keys ``[128, head_dim]``."""
     scales, zero_points, low, high = [], [], [], []
     for channel in range(spec.head_dim):
-        scale, zero_point, codes = affine(keys[:, channel], 15 if channel in boosted else 3)
+        scale, zero_point, codes = affine(keys[:, channel], 15 if channel in boosted else 3, clips)
         scales.append(scale)
         zero_points.append(zero_point)
         low.append(words_of([code % 4 for code in codes]))

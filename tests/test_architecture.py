@@ -147,7 +147,7 @@ def test_importing_the_package_is_cheap():
     code = (
         f"import sys; from kitty_runtime import PRESETS; print(len(PRESETS), [m for m in {heavy} if m in sys.modules])"
     )
-    assert run(code) == "8 []"
+    assert run(code) == "9 []"
 
 
 BLOCK_TRITON = """

@@ -20,6 +20,7 @@ from kitty_runtime.ops.store_tokens.api import store_tokens
 from kitty_runtime.quant.affine import FP16_MAX
 from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout
+from kitty_runtime.quant.rotation import rotate
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,6 @@ class PagedLayer:
             config.v_bits,
             boost.num_boosted,
             keys.dtype,
-            config.v_hadamard,
         )
         self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device)
         self.query_sq_sum: Tensor | None = None
@@ -126,6 +126,7 @@ class PagedLayer:
         """
         state = self.state
         self._check_unless_costly(keys, values)
+        values = self._rotated(values)
         store_tokens(state, batch, keys, values)
         if self.query_sq_sum is not None:
             self._begin_energies(batch)
@@ -136,7 +137,7 @@ class PagedLayer:
             if self.query_sq_sum is not None:
                 energy = (self.query_sq_sum[batch.slots] / batch.seq_lens[:, None, None]).sqrt()[:, None]
             quantize_pages(state, batch, None, None, self.boost, energy, self.config.clip_search)
-        return out[:, :, None]
+        return self._rotated(out)[:, :, None]
 
     def _extend(
         self,
@@ -149,12 +150,13 @@ class PagedLayer:
         """Many new tokens, ``[num_seqs, heads, n, head_dim]``: pack what becomes complete, attend, store."""
         state, batch = self.state, step.batch(keys.device)
         energy = self._extend_energy(step, query)
+        values = self._rotated(values)
         if batch.max_new_pages:
             quantize_pages(state, batch, keys, values, self.boost, energy, self.config.clip_search)
         read_packed = self.config.prefill == "paged"
         out = extend_attention(query, keys, values, state, batch, softmax, read_packed)
         store_tokens(state, batch, keys, values)
-        return out
+        return self._rotated(out)
 
     def _extend_energy(self, step: Step, query: Tensor) -> Tensor | None:
         """Add these queries to the running sums; the energy at each packing threshold they cross, one per page."""
@@ -174,6 +176,10 @@ class PagedLayer:
                     energies[row, page] = (self.query_sq_sum[slot] / stop).sqrt()
                     page += 1
         return energies
+
+    def _rotated(self, values: Tensor) -> Tensor:
+        """Values before they are stored, or what attention made of stored ones, where the settings ask for it."""
+        return rotate(values) if self.config.v_hadamard else values
 
     def _begin_energies(self, batch: Batch) -> None:
         """A slot that a new sequence takes starts its sum anew."""

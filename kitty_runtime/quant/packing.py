@@ -66,7 +66,6 @@ class PageLayout:
         k_bits, v_bits: 2 or 4, or 16 for both.
         num_boosted: key channels with 4 bits; `head_dim` when k_bits is 4.
         dtype: the model's, in which 16-bit pages hold keys and values.
-        v_hadamard: the codes are those of rotated values, see `kitty_runtime.quant.rotation`.
     Raises:
         ConfigError: a shape that the format cannot hold.
     """
@@ -77,7 +76,6 @@ class PageLayout:
     v_bits: int
     num_boosted: int
     dtype: torch.dtype = torch.float16
-    v_hadamard: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim % 16 or not 16 <= self.head_dim <= 256:

@@ -1,9 +1,10 @@
 """The Hadamard rotation of values: it spreads a token's outliers over its channels, so that 2 bits hold them better.
 
-A page holds the codes of rotated values. Attention adds them up with its weights as they are and rotates the sum back,
-once per query: sum_t p_t (v_t H) H = sum_t p_t v_t, as H is its own inverse. The model's weights stay as they are.
+Values are rotated before they are stored, sinks and rings included, and attention's output is rotated back:
+sum_t p_t (v_t H) H = sum_t p_t v_t, as H is its own inverse. Kernels know nothing of it, and the model's weights stay
+as they are.
 
-Source: QuaRot (arXiv 2404.00456), section 4, for rotating values by Hadamard matrices. Differs: inside the page, not in
+Source: QuaRot (arXiv 2404.00456), section 4, for rotating values by Hadamard matrices. Differs: in the cache, not in
 the weights.
 """
 
@@ -26,17 +27,18 @@ def rotate(x: Tensor) -> Tensor:
     Args:
         x: float ``[..., head_dim]``.
     Returns:
-        the same shape, in fp32 or wider.
+        the same shape and dtype, computed in fp32 or wider.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    block = block_len(x.shape[-1])
-    return (x.unflatten(-1, (-1, block)) @ _matrix(block, x.dtype, x.device)).flatten(-2)
+    block, compute = block_len(x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+    blocks = x.to(compute).unflatten(-1, (-1, block))
+    return ((blocks @ _signs(block, compute, x.device)) * block**-0.5).flatten(-2).to(x.dtype)
 
 
 @functools.cache
-def _matrix(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix over the root of its size: symmetric, and its own inverse."""
-    matrix = torch.ones((1, 1), dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / size**0.5).to(dtype=dtype, device=device)
+def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's Hadamard matrix: 1 and -1; symmetric, and over the root of its size its own inverse."""
+    with torch.inference_mode(False):  # it outlives the caller's mode
+        matrix = torch.ones((1, 1), dtype=torch.float64)
+        while len(matrix) < size:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return matrix.to(dtype=dtype, device=device)

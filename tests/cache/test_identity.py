@@ -15,7 +15,7 @@ from kitty_runtime.errors import UnsupportedOperationError
 from kitty_runtime.models.loading import cache_kwarg
 
 TOLERANCE = 1e-3
-PRESETS = ["kitty", "weighted", "kivi-2-g128", "kv4"]
+PRESETS = ["kitty", "weighted", "tuned", "kivi-2-g128", "kv4"]
 LENGTH = 1050
 
 
@@ -151,7 +151,8 @@ def test_an_unquantized_prefill_is_the_default_path_and_happens_once(model, one_
     model.set_attn_implementation("sdpa")
     exact = logits_in_chunks(model, ids[:500], DynamicCache(config=model.config), 500)
     model.set_attn_implementation("kitty")
-    assert float((found - exact).abs().max()) <= 1e-9
+    # A rotation changes last bits, and the model's norms compute in float32.
+    assert float((found - exact).abs().max()) <= (1e-6 if config.v_hadamard else 1e-9)
     assert torch.equal(found.argmax(-1), exact.argmax(-1))
     with pytest.raises(UnsupportedOperationError, match="prefill"):
         logits_in_chunks(model, ids[500:510], cache, 10)

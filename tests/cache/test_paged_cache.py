@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from page_format import Spec, encode_keys, encode_values
+from page_format import Spec, encode_keys, encode_values, hadamard
 from tiny_models import random_ids, tiny_config, tiny_model
 from torch import Tensor
 
@@ -52,8 +52,15 @@ def stream(num_seqs: int, n: int, seed: int = 0, dtype: torch.dtype = torch.floa
     return Stream(
         (query * channel_scale.flip(-1).repeat_interleave(GROUP, 0)).to(dtype),
         (keys * channel_scale).to(dtype),
-        values.to(dtype),
+        (values * 128).round().div(128).to(dtype),  # coarse: sums of them are exact in any order
     )
+
+
+def stored_values(tokens: Stream, config: CacheConfig) -> Tensor:
+    """The values as sinks, rings and pages hold them."""
+    if not config.v_hadamard:
+        return tokens.values
+    return torch.from_numpy(hadamard(tokens.values.numpy()))
 
 
 def new_cache(config: CacheConfig, num_seqs: int = 1) -> PagedCache:
@@ -116,13 +123,14 @@ def check_pages(cache: PagedCache, row: int, tokens: Stream, config: CacheConfig
         span = slice(config.sink_len + 128 * page, config.sink_len + 128 * page + 128)
         channels = boosted_by_hand(config, tokens, page, layer)
         for head in range(HEADS):
-            keys, values = tokens.keys[0, head, span], tokens.values[0, head, span]
+            keys, values = tokens.keys[0, head, span], stored_values(tokens, config)[0, head, span]
             if config.k_bits == 16:
                 fields = {"keys": keys.contiguous().numpy().tobytes()}
                 if page < v_pages:
                     fields["values"] = values.contiguous().numpy().tobytes()
             else:
-                fields = encode_keys(spec, keys.numpy(), channels[head])
+                clips = (1 / 16, 1 / 8) if config.clip_search else ()
+                fields = encode_keys(spec, keys.numpy(), channels[head], clips)
                 if page < v_pages:
                     fields |= encode_values(spec, values.numpy())
             data = spec.head_in_page(state.pages[page_id].numpy(), head, HEADS).tobytes()
@@ -137,7 +145,7 @@ def check_buffers(cache: PagedCache, row: int, tokens: Stream, config: CacheConf
     k_pages, v_pages = config.packed_pages(length)
     for stored, sink, ring, recent, pages in (
         (tokens.keys[0], state.k_sink[row], state.k_ring[row], config.k_recent_len, k_pages),
-        (tokens.values[0], state.v_sink[row], state.v_ring[row], config.v_recent_len, v_pages),
+        (stored_values(tokens, config)[0], state.v_sink[row], state.v_ring[row], config.v_recent_len, v_pages),
     ):
         assert ring.shape[1] == recent + 128
         for pos in range(min(length, config.sink_len)):
@@ -288,7 +296,7 @@ def test_allocated_is_what_lives_and_used_is_the_formula(name, younger_tensors):
     assert used.pages == LAYERS * pages * HEADS * spec.head_bytes
     assert used.sinks == allocated.sinks == buffers * 2 * config.sink_len
     assert used.rings == allocated.rings == buffers * (256 + config.k_recent_len + config.v_recent_len)
-    assert used.statistics == allocated.statistics == (buffers if name == "weighted" else 0)
+    assert used.statistics == allocated.statistics == (buffers if name in ("weighted", "tuned") else 0)
     assert used.total == used.pages + used.sinks + used.rings + used.statistics
     assert used.pages < allocated.pages <= used.pages * 3 // 2 + LAYERS * HEADS * spec.head_bytes
     assert cache.dense_bytes() == sum(lens) * LAYERS * HEADS * DIM * 2 * 2

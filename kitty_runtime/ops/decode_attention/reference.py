@@ -8,7 +8,6 @@ from torch import Tensor
 from kitty_runtime.config import PAGE_SIZE
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.quantize_page.reference import dequantize_keys, dequantize_values
-from kitty_runtime.quant.rotation import rotate
 
 
 def decode_attention(
@@ -59,10 +58,7 @@ def decode_attention(
     v_ring = state.v_ring[slots].masked_fill(~in_ring[:, None, :, None], 0)
     v_sink = state.v_sink[slots].masked_fill(~visible[:, None, : windows.sink_len, None], 0)
     paged_values = by_sequence(dequantize_values(flat_pages, (page < v_pages).flatten(), layout, compute))
-    of_pages = p_pages @ paged_values
-    if layout.v_hadamard:
-        of_pages = rotate(of_pages)
-    out = p_sink @ v_sink.to(compute) + of_pages + p_v_ring @ v_ring.to(compute)
+    out = p_sink @ v_sink.to(compute) + p_pages @ paged_values + p_v_ring @ v_ring.to(compute)
     return out.view(num_seqs, num_q_heads, head_dim).to(query.dtype)
 
 

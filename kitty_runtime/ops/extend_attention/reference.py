@@ -9,7 +9,6 @@ from kitty_runtime.config import PAGE_SIZE
 from kitty_runtime.ops.dense_attention import causal_mask, dense_attention
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.quantize_page.reference import dequantize_keys, dequantize_values
-from kitty_runtime.quant.rotation import rotate
 
 
 def extend_attention(
@@ -74,8 +73,6 @@ def _dequantized(state: LayerState, page_ids: Tensor, v_pages: int, dtype: torch
     valid = torch.arange(len(page_ids), device=pages.device) < v_pages
     keys = dequantize_keys(pages, state.layout, dtype)
     values = dequantize_values(pages, valid, state.layout, dtype)
-    if state.layout.v_hadamard:
-        values = rotate(values).to(dtype)
     return keys.transpose(0, 1).flatten(1, 2), values.transpose(0, 1).flatten(1, 2)
 
 

@@ -10,7 +10,6 @@ from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.quant.affine import QParams, choose_qparams, dequantize, quantize
 from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout, pack_tokens, unpack_tokens
-from kitty_runtime.quant.rotation import rotate
 
 
 def quantize_pages(
@@ -83,8 +82,6 @@ def _quantize_values(pages: Tensor, page_ids: Tensor, values: Tensor, layout: Pa
     if layout.dense:
         layout.dense_values(pages)[page_ids] = values
         return
-    if layout.v_hadamard:
-        values = rotate(values)
     levels = 2**layout.v_bits - 1
     qparams = choose_qparams(values, levels, dim=-1)
     codes = quantize(values, qparams, levels).transpose(-1, -2)
@@ -114,7 +111,7 @@ def dequantize_keys(pages: Tensor, layout: PageLayout, dtype: torch.dtype) -> Te
 
 
 def dequantize_values(pages: Tensor, valid: Tensor, layout: PageLayout, dtype: torch.dtype) -> Tensor:
-    """Values of `pages` as they lie there (rotated if the layout says so), zero where not valid, whatever the bytes.
+    """Values of `pages`, zero where not valid, whatever bytes lie there.
 
     Args:
         pages: uint8 ``[num_pages, page_bytes]``.
