@@ -31,7 +31,8 @@ def rotate(x: Tensor) -> Tensor:
     """
     block, compute = block_len(x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(compute).unflatten(-1, (-1, block))
-    return ((blocks @ _signs(block, compute, x.device)) * block**-0.5).flatten(-2).to(x.dtype)
+    rotated: Tensor = (blocks @ _signs(block, compute, x.device)) * block**-0.5
+    return rotated.flatten(-2).to(x.dtype)
 
 
 @functools.cache
