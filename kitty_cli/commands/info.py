@@ -157,8 +157,8 @@ def describe(config: CacheConfig) -> str:
     boost = f", {config.boost_ratio:.3g} of the key channels at 4 bits ({config.policy})" if config.boost_ratio else ""
     clipped, rotated = ", clipped" * config.clip_search, ", rotated" * config.v_hadamard
     return (
-        f"keys {config.k_bits} bits{boost}{clipped}, values {config.v_bits} bits{rotated}; unpacked: first {config.sink_len} tokens, "
-        f"newest {config.k_recent_len} keys and {config.v_recent_len} values"
+        f"keys {config.k_bits} bits{boost}{clipped}, values {config.v_bits} bits{rotated}; "
+        f"unpacked: first {config.sink_len} tokens, newest {config.k_recent_len} keys and {config.v_recent_len} values"
     )
 
 
