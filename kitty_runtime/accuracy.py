@@ -17,7 +17,7 @@ from kitty_runtime.accuracy_stats import TokenValues, perplexity, statistics_of
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.emulation import CHUNK_SIZE, FIRST_SCORED, forward_in_chunks, teacher_forced_logits
 from kitty_runtime.errors import DataError, NumericsError
-from kitty_runtime.peers import Peer, peer_cache
+from kitty_runtime.peers import Peer, peer_cache, rounded_fraction
 from kitty_runtime.profiles import BoostProfile
 
 if TYPE_CHECKING:
@@ -132,6 +132,13 @@ def method_logits(model: PreTrainedModel, window: Tensor, method: Method | Peer)
     if isinstance(method, Peer):
         return forward_in_chunks(model, window, peer_cache(model.config, method))
     return teacher_forced_logits(model, window, method.config, method.profile)
+
+
+def packed_fraction_of(method: Method | Peer, lengths: Sequence[int], first_scored: int = FIRST_SCORED) -> float:
+    """`packed_fraction` of any method; of a peer, the share of visible keys that are read rounded."""
+    if isinstance(method, Peer):
+        return rounded_fraction(method, lengths, first_scored)
+    return packed_fraction(method.config, lengths, first_scored)
 
 
 def packed_fraction(config: CacheConfig, lengths: Sequence[int], first_scored: int = FIRST_SCORED) -> float:

@@ -92,12 +92,16 @@ class MeanCost:
     before a sequence costs most.
 
     Attributes:
-        bytes_per_token: all bytes over the tokens.
-        effective_bits: bits per number: 16 at 16 bits.
+        bytes_per_token: all bytes over the tokens; dense_bytes_per_token: the same at 16 bits.
     """
 
     bytes_per_token: float
-    effective_bits: float
+    dense_bytes_per_token: float
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per key or value number, whatever it is stored for."""
+        return 16 * self.bytes_per_token / self.dense_bytes_per_token
 
 
 def mean_cost(bytes_at: Callable[[int], SequenceBytes], seq_len: int) -> MeanCost:
@@ -109,8 +113,7 @@ def mean_cost(bytes_at: Callable[[int], SequenceBytes], seq_len: int) -> MeanCos
     """
     lengths = range(seq_len - PAGE_SIZE // 2, seq_len + PAGE_SIZE // 2)
     found = [bytes_at(length) for length in lengths]
-    total = sum(b.total for b in found)
-    return MeanCost(total / sum(lengths), 16 * total / sum(b.dense for b in found))
+    return MeanCost(sum(b.total for b in found) / sum(lengths), sum(b.dense for b in found) / sum(lengths))
 
 
 def mean_sequence_cost(

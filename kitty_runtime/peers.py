@@ -130,7 +130,7 @@ def check_peer(peer: Peer, layers: Sequence[LayerGeometry]) -> None:
     for layer in layers:
         if layer.quantized and layer.head_dim % peer.group_size:
             raise UnsupportedModelError(
-                f"{peer.name} groups {peer.group_size} channels, the heads of layer {layer.index} have {layer.head_dim}.",
+                f"{peer.name} groups {peer.group_size} channels, heads of layer {layer.index} have {layer.head_dim}.",
                 "Leave it out of --methods.",
             )
 

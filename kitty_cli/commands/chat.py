@@ -17,13 +17,13 @@ import typer
 from kitty_cli import options, output
 from kitty_cli.commands.env import backend
 from kitty_cli.commands.info import describe
+from kitty_cli.model_profile import profile_for
 from kitty_runtime.errors import ConfigError, DataError
 from kitty_runtime.models.preflight import Dtype
 
 if TYPE_CHECKING:
     from kitty_runtime.chat import ChatSession, Reply
     from kitty_runtime.config import CacheConfig
-    from kitty_runtime.profiles import BoostProfile
 
 
 def _sampling(text: str, **limits: Any) -> Any:
@@ -143,7 +143,7 @@ def _open(
     )
     profile, name = None, "not used by this preset"
     if config.uses_profile:
-        profile, name = _profile_for(loaded, geometry, given, profile_path)
+        profile, name = profile_for(loaded, geometry, given, profile_path)
     elif given is not None:
         output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
     runs = backend(loaded.device.type, loaded.dtype)
@@ -152,24 +152,6 @@ def _open(
     output.note(f"profile: {name}")
 
     return ChatSession(loaded, tokenizer, config, profile, generation, system_prompt, raw)
-
-
-def _profile_for(
-    model: Any, geometry: Any, given: BoostProfile | None, given_path: Path | None
-) -> tuple[BoostProfile | None, str]:
-    """The profile to use and what to call it: the one given, else the one measured on this very model."""
-    from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
-    from kitty_runtime.profile_store import find_profile
-
-    config_hash, weights_hash = config_sha256(geometry), weights_sha256(model)
-    if given is not None:
-        if given.provenance.weights_sha256 != weights_hash:
-            output.warning(f"{given_path} was measured on {given.provenance.model}, whose weights are not these.")
-        return given, str(given_path)
-    found = find_profile(config_hash, weights_hash)
-    if found is None:
-        return None, "none for this model, running query energies; make one with: kitty profile MODEL"
-    return found[1], str(found[0])
 
 
 def answer(session: ChatSession, message: str) -> None:
