@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kitty_runtime.layer_kl import Progress
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
-"""Where the needles lie, as shares of the filler; at the lengths in use all of them are packed when they are asked for."""
+"""Where the needles lie, as shares of the filler: far enough from the end that all are packed when asked for."""
 
 NEEDLE_TOKENS = 1024
 """Tokens of a case, at the most."""
