@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from kitty_cli import output
@@ -15,10 +16,10 @@ from kitty_runtime.gate import PROFILE_KEY, SCHEMA_VERSION, Figures, Rule, Verdi
 
 if TYPE_CHECKING:
     from kitty_runtime.accuracy import Method
+    from kitty_runtime.accuracy_stats import Statistics
     from kitty_runtime.check import Check, MethodReport
+    from kitty_runtime.needle import NeedleScore
     from kitty_runtime.peers import Peer
-
-_PEER_NOTE = "* emulated for comparison: kitty itself does not store a cache so"
 
 
 @dataclass(frozen=True)
@@ -130,26 +131,25 @@ def _method_document(report: MethodReport) -> dict[str, Any]:
 
 def show_check(setting: Setting, check: Check, verdict: Verdict) -> None:
     """Two tables and the verdict, on stdout."""
-    rows = [check.noise_floor, *check.methods]
     output.text(headline(setting, check))
-    output.show(_table(_ERRORS, rows, check))
-    output.show(_table(_QUANTILES, rows, check))
-    for line in [*_notes(check), *verdict_lines(verdict)]:
+    output.show(_table(_ERRORS, check))
+    output.show(_table(_QUANTILES, check))
+    for line in _closing(check, verdict):
         output.text(line)
 
 
 def markdown(setting: Setting, check: Check, verdict: Verdict) -> list[str]:
     """The lines of a Markdown table with every column, and the verdict."""
-    columns = {**_ERRORS, **_QUANTILES, **_needle_column(check)}
-    lines = [headline(setting, check).replace("|", "\\|"), ""]
+    columns = {name.replace("\n", " "): cell for name, cell in {**_ERRORS, **_QUANTILES}.items()}
+    lines = [_escaped(headline(setting, check)), ""]
     lines += [f"| method | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    for row in [check.noise_floor, *check.methods]:
-        cells = [_label(row, check), *(cell(row) for cell in columns.values())]
-        lines.append(
-            f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('*', chr(92) + '*') for cell in cells)} |"
-        )
-    found = [line.replace("*", "\\*") for line in [*_notes(check), *verdict_lines(verdict)]]
-    return lines + [text for line in found for text in ("", line)]
+    lines += [f"| {' | '.join(_escaped(cell) for cell in cells)} |" for cells in _cells(columns, check)]
+    return lines + [text for line in _closing(check, verdict) for text in ("", _escaped(line))]
+
+
+def _escaped(text: str) -> str:
+    """What Markdown would read as markup, with a backslash before it."""
+    return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in text)
 
 
 def headline(setting: Setting, check: Check) -> str:
@@ -160,100 +160,105 @@ def headline(setting: Setting, check: Check) -> str:
     )
 
 
+def _closing(check: Check, verdict: Verdict) -> list[str]:
+    """What comes after the tables: what they do not say of some methods, the recall test, the gate."""
+    lines = []
+    if any(is_peer(report) for report in check.methods):
+        lines.append("* emulated for comparison: kitty itself does not store a cache so")
+    empty = [report.name for report in check.methods if not report.packed_fraction]
+    if empty:
+        lines.append(f"nothing was packed by {', '.join(empty)}: a perfect score there means nothing")
+    if check.reference_needle is not None:
+        lines.append(f"hidden numbers found at 16 bits: {_score(check.reference_needle)}")
+        lines += [f"  {report.name}: {_score(report.needle)}" for report in check.methods if report.needle]
+    return lines + verdict_lines(verdict)
+
+
+def _score(needle: NeedleScore) -> str:
+    return f"{needle.correct} of {needle.total}"
+
+
 def verdict_lines(verdict: Verdict) -> list[str]:
-    """The gate for people: passed or failed, what failed, and the cheapest method that holds all limits."""
+    """The gate for people: passed or failed, the cheapest method that holds all limits, and what does not hold."""
     if verdict.passed is None:
         return []
-    lines = [f"gate {'passed' if verdict.passed else 'FAILED'}: {_count(verdict.rules)}"]
-    lines += [f"  {rule_text(rule)}" for rule in verdict.rules if not rule.passed]
+    lines = [f"gate {'passed' if verdict.passed else 'FAILED'}"]
     if verdict.cheapest is not None:
-        lines.append(f"cheapest method that holds all limits: {verdict.cheapest}")
-    return lines
-
-
-def _count(rules: Sequence[Rule]) -> str:
-    return f"{sum(rule.passed for rule in rules)} of {len(rules)} rules hold"
+        lines.append(f"  cheapest method that holds all limits: {verdict.cheapest}")
+    return lines + [f"  {rule_text(rule)}" for rule in verdict.rules if not rule.passed]
 
 
 def rule_text(rule: Rule) -> str:
     """A broken rule in words."""
     if rule.rule == "baseline":
-        return f"{rule.method}: KL rose by {rule.value:.3g} over the baseline's, {rule.limit:.3g} is allowed"
+        return f"{rule.method}: KL is {rule.value:.3g} above the baseline's, {rule.limit:.3g} is allowed"
     sign = "<" if rule.rule.startswith("min") else ">"
     return f"{rule.method}: {rule.rule.partition('_')[2]} {rule.value:.4g} {sign} {rule.limit:.4g}"
 
 
-def _notes(check: Check) -> list[str]:
-    empty = [report.name for report in check.methods if not report.packed_fraction]
-    return [
-        *([_PEER_NOTE] if any(is_peer(report) for report in check.methods) else []),
-        *([f"nothing was packed: {', '.join(empty)}. A perfect score there means nothing."] if empty else []),
-    ]
-
-
-def _label(report: MethodReport, check: Check) -> str:
-    if report is check.noise_floor:
-        return f"{report.name} (noise floor)"
-    return f"{report.name} *" if is_peer(report) else report.name
-
-
-def _kl(value: float) -> str:
-    if value and value < 1e-4:
+def _kl(value: float | None) -> str:
+    if not value:
+        return "0"
+    if value < 1e-4:
         return f"{value:.0e}"
     return f"{value:.4f}" if value < 10 else f"{value:.1f}"
 
 
 def _with_error(value: str, error: str | None) -> str:
-    return value if error is None else f"{value} ± {error}"
+    return value if error is None else f"{value}±{error}"
 
 
-def _ratio(ratio: float, error: float | None) -> str:
-    """A ratio near 1 with its error, or a plain large number."""
-    if ratio >= 100:
-        return f"{ratio:.3g}"
-    return _with_error(f"{ratio:.3f}", None if error is None else f"{error:.3f}")
+def _kl_mean(s: Statistics) -> str:
+    return _with_error(_kl(s.kl_mean), None if s.kl_se is None else _kl(s.kl_se))
 
 
-_ERRORS = {
-    "KL, nats": lambda r: _with_error(
-        _kl(r.statistics.kl_mean), None if r.statistics.kl_se is None else _kl(r.statistics.kl_se)
-    ),
-    "same top-1": lambda r: _with_error(
-        f"{100 * r.statistics.same_top1:.1f}",
-        f"{100 * r.statistics.same_top1_se:.1f} %" if r.statistics.same_top1_se is not None else None,
-    ),
-    "ppl ratio": lambda r: _ratio(r.statistics.ppl_ratio, r.statistics.ppl_ratio_se),
-    "page bits": lambda r: f"{r.effective_bits:.2f}",
-    "all bits": lambda r: f"{r.cost.effective_bits:.2f}",
+def _same_top1(s: Statistics) -> str:
+    return _with_error(f"{100 * s.same_top1:.1f}", None if s.same_top1_se is None else f"{100 * s.same_top1_se:.1f}")
+
+
+def _ppl_ratio(s: Statistics) -> str:
+    """A ratio near 1 with its error, or a large number alone."""
+    if s.ppl_ratio >= 100:
+        return f"{s.ppl_ratio:.3g}"
+    return _with_error(f"{s.ppl_ratio:.3f}", None if s.ppl_ratio_se is None else f"{s.ppl_ratio_se:.3f}")
+
+
+_Columns = Mapping[str, Callable[["MethodReport"], str]]
+
+_ERRORS: _Columns = {
+    "KL, nats": lambda r: _kl_mean(r.statistics),
+    "top-1, %": lambda r: _same_top1(r.statistics),
+    "ppl ratio": lambda r: _ppl_ratio(r.statistics),
+    "page\nbits": lambda r: f"{r.effective_bits:.2f}",
+    "all\nbits": lambda r: f"{r.cost.effective_bits:.2f}",
     "B/token": lambda r: f"{r.cost.bytes_per_token:,.0f}",
 }
 
-_QUANTILES = {
-    "KL median": lambda r: _kl(r.statistics.kl_median),
+_QUANTILES: _Columns = {
+    "KL\nmedian": lambda r: _kl(r.statistics.kl_median),
     "p90": lambda r: _kl(r.statistics.kl_p90),
     "p95": lambda r: _kl(r.statistics.kl_p95),
     "p99": lambda r: _kl(r.statistics.kl_p99),
     "p99.9": lambda r: _kl(r.statistics.kl_p999),
     "max": lambda r: _kl(r.statistics.kl_max),
-    "dp rms": lambda r: f"{100 * r.statistics.dp_rms:.1f} %",
-    "packed": lambda r: f"{100 * r.packed_fraction:.0f} %",
+    "dp\nrms %": lambda r: f"{100 * r.statistics.dp_rms:.2f}",
+    "pages\n%": lambda r: f"{100 * r.packed_fraction:.0f}",
 }
 
 
-def _needle_column(check: Check) -> dict[str, Any]:
-    if check.reference_needle is None:
-        return {}
-    return {"needles": lambda r: f"{r.needle.correct}/{r.needle.total}"}
+def _cells(columns: _Columns, check: Check) -> list[list[str]]:
+    """Rows of a table, the noise floor first."""
+    rows = [(f"{check.noise_floor.name} (noise floor)", check.noise_floor)]
+    rows += [(f"{report.name} *" if is_peer(report) else report.name, report) for report in check.methods]
+    return [[label, *(cell(report) for cell in columns.values())] for label, report in rows]
 
 
-def _table(columns: Mapping[str, Any], rows: Sequence[MethodReport], check: Check) -> Table:
-    """Of the first table the last column is the recall test, if there was one."""
-    if columns is _ERRORS:
-        columns = {**columns, **_needle_column(check)}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", overflow="fold")
+def _table(columns: _Columns, check: Check) -> Table:
+    """A table that fits 80 columns unless names are long; those are folded."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=16)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(_label(row, check), *(cell(row) for cell in columns.values()))
+    for cells in _cells(columns, check):
+        table.add_row(*(escape(cell) for cell in cells))
     return table

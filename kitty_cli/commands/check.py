@@ -136,11 +136,14 @@ def check(
     command = _command(model or "demo", list(chosen), shape, seed, extra)
     setting = _setting(source.name, geometry, text.name, stretches, command)
     gate.compare(early_identity(setting), _configs(inputs.with_profile(chosen, None)))
+    output.note(
+        f"{source.name}: {shape[0]} x {shape[1]} tokens of {text.name}; {len(chosen)} methods and the noise floor"
+    )
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
     )
     where = _loaded(loaded)
-    output.note(f"{source.name} on {where.device}, {where.dtype}; backend: {where.backend}")
+    output.note(f"on {where.device}, {where.dtype}; backend: {where.backend}")
     found_profile = _profile(loaded, geometry, chosen, given, profile, text.name)
     measured = inputs.with_profile(chosen, found_profile)
     gate.compare({"weights": where.weights_sha256, "dtype": where.dtype}, _configs(measured))
