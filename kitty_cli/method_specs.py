@@ -30,7 +30,7 @@ def parse_methods(text: str) -> dict[str, CacheConfig | Peer]:
     found: dict[str, CacheConfig | Peer] = {}
     for spec in (part.strip() for part in text.split(",")):
         method = parse_method(spec)
-        name = method_name(method)
+        name = method_name(method, spec.partition(":")[0])
         if name in found:
             raise ConfigError(f"--methods names {name} twice.", "Name each method once.")
         found[name] = method
@@ -62,13 +62,14 @@ def parse_method(spec: str) -> CacheConfig | Peer:
 
 
 def method_name(method: CacheConfig | Peer, base: str = DEFAULT_PRESET) -> str:
-    """What a method is called in a report, which `parse_method` reads back: a preset or peer, or the nearest preset
-    and the settings that differ."""
+    """What a method is called in a report, which `parse_method` reads back: the preset that it is, or `base` and the
+    settings that differ from it."""
     if not isinstance(method, CacheConfig):
         return method.name
-    changes = {name: _changes(config, method) for name, config in PRESETS.items()}
-    nearest = min(PRESETS, key=lambda name: (len(changes[name]), name != base))
-    return ":".join([nearest, *changes[nearest]])
+    for name, config in PRESETS.items():
+        if config == method:
+            return name
+    return ":".join([base, *_changes(PRESETS[base], method)])
 
 
 def _changes(preset: CacheConfig, config: CacheConfig) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ def test_positions_end_with_the_window(num_scored):
     found = kl_by_position([random_values(0, num_scored)], 10)
     assert found[0].start == 10
     assert found[-1].stop == 10 + num_scored
-    assert all(a.stop == b.start for a, b in zip(found, found[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(found))
 
 
 def test_one_window_has_no_error():

@@ -43,13 +43,15 @@ def test_a_name_is_read_back(name):
     ],
 )
 def test_settings_are_read_back(config):
-    assert parse_method(method_name(config)) == config
+    for base in ("weighted", "kitty"):
+        assert parse_method(method_name(config, base)) == config
 
 
 def test_equal_settings_have_one_name():
     assert list(parse_methods("weighted:boost_ratio=0.250")) == ["weighted:boost_ratio=0.25"]
     assert list(parse_methods("kitty:boost_ratio=0.25")) == ["kitty-pro"]
     assert list(parse_methods("weighted:seed=0")) == ["weighted"]
+    assert list(parse_methods("kv4:k_bits=2")) == ["kv4:k_bits=2"]
 
 
 @pytest.mark.parametrize(
