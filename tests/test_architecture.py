@@ -79,8 +79,8 @@ def test_direction_of_imports(room):
     assert checked
 
 
-def test_the_page_pool_config_and_errors_know_no_torch():
-    for name in ("kitty_runtime.cache.page_pool", "kitty_runtime.config", "kitty_runtime.errors", "kitty_runtime"):
+def test_the_page_pool_config_errors_and_gate_know_no_torch():
+    for name in ("kitty_runtime", *rooms("cache.page_pool", "config", "errors", "files", "gate")):
         path = "kitty_runtime.__init__" if name == "kitty_runtime" else name
         wrong = {x for x in imports(trees()[path], type_checking=False) if inside(x, ("torch", "triton", "numpy"))}
         assert not wrong, f"{name} imports {sorted(wrong)}"

@@ -13,7 +13,7 @@ from kitty_cli import options, output
 from kitty_cli.commands.env import backend, versions
 from kitty_cli.model_profile import profile_for
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.gate import Limits, Verdict
+from kitty_runtime.gate import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from kitty_cli.check_report import Loaded, Setting
     from kitty_runtime.accuracy import Method
-    from kitty_runtime.check import Check
     from kitty_runtime.models.geometry import ModelGeometry
     from kitty_runtime.peers import Peer
     from kitty_runtime.profiles import BoostProfile
@@ -112,6 +111,7 @@ def check(
     """Measure cache methods against 16 bits on the same text; with limits or a baseline, gate on them."""
     from kitty_cli.allocator import keep_freed_memory
     from kitty_cli.check_gate import early_identity, open_gate
+    from kitty_cli.check_report import check_document, markdown, show_check
     from kitty_runtime.check import run_check
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -136,9 +136,7 @@ def check(
     command = _command(model or "demo", list(chosen), shape, seed, extra)
     setting = _setting(source.name, geometry, text.name, stretches, command)
     gate.compare(early_identity(setting), _configs(inputs.with_profile(chosen, None)))
-    output.note(
-        f"{source.name}: {shape[0]} x {shape[1]} tokens of {text.name}; {len(chosen)} methods and the noise floor"
-    )
+    output.note(f"{source.name}: {shape[0]} x {shape[1]} tokens of {text.name}; {', '.join(chosen)}")
     loaded = load_model(
         source, dtype=dtype, device=device, trust_remote_code=trust_remote_code, attn_implementation="kitty"
     )
@@ -151,26 +149,18 @@ def check(
     with output.progress() as progress:
         check = run_check(loaded, stretches, measured, needles, progress)
     verdict = gate.judge(check)
-    document = _show("json" if as_json else output_format, setting, where, check, verdict)
+    document = check_document(setting, where, check, verdict)
+    if verdict.passed is not False:
+        gate.write(document)  # before the report is printed: whoever reads that may leave early
+    if as_json or output_format == "json":
+        output.json_document(document)
+    elif output_format == "md":
+        output.text("\n".join(markdown(setting, check, verdict)))
+    else:
+        show_check(setting, check, verdict)
     if verdict.passed is False:
         output.note("The gate failed.")
         raise typer.Exit(GATE_FAILED)
-    gate.write(document)
-
-
-def _show(form: Format, setting: Setting, loaded: Loaded, check: Check, verdict: Verdict) -> dict[str, Any]:
-    """Print the report; its JSON document, whatever the form."""
-    from kitty_cli.check_report import check_document, markdown, show_check
-
-    document = check_document(setting, loaded, check, verdict)
-    if form == "json":
-        output.json_document(document)
-    elif form == "md":
-        for line in markdown(setting, check, verdict):
-            output.text(line)
-    else:
-        show_check(setting, check, verdict)
-    return document
 
 
 def _setting(model_id: str, geometry: ModelGeometry, data_name: str, stretches: list[Any], command: str) -> Setting:

@@ -11,10 +11,30 @@ from kitty_runtime.config import PRESETS
 from kitty_runtime.texts import held_out_text, token_sha256, tokenize, windows_of
 
 SMALL = ("--windows", "2", "--seq-len", "600")
-METHOD_KEYS = (
-    "name config packed_fraction kl_mean kl_se kl_median kl_p90 kl_p95 kl_p99 kl_p999 kl_max ppl ppl_ratio ppl_ratio_se "
-    "dp_rms same_top1 same_top1_se effective_bits effective_bits_total bytes_per_token kl_by_position windows"
-).split()
+METHOD_KEYS = [
+    "name",
+    "config",
+    "packed_fraction",
+    "kl_mean",
+    "kl_se",
+    "kl_median",
+    "kl_p90",
+    "kl_p95",
+    "kl_p99",
+    "kl_p999",
+    "kl_max",
+    "ppl",
+    "ppl_ratio",
+    "ppl_ratio_se",
+    "dp_rms",
+    "same_top1",
+    "same_top1_se",
+    "effective_bits",
+    "effective_bits_total",
+    "bytes_per_token",
+    "kl_by_position",
+    "windows",
+]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +106,7 @@ def test_the_command_repeats_the_figures(checked, call, model_dir):
 
 def test_notes_go_to_stderr(checked):
     assert checked.stderr.splitlines() == [
-        "tiny-llama: 2 x 600 tokens of builtin:python-manual/b; 3 methods and the noise floor",
+        "tiny-llama: 2 x 600 tokens of builtin:python-manual/b; kitty, kv4, fp8",
         "on cpu, float32; backend: torch reference on CPU",
     ]
 
@@ -263,11 +283,20 @@ def test_the_cheapest_that_holds_is_named(call, model_dir):
     assert call(*arguments, "0.0001").code == 3
 
 
-@pytest.fixture
-def baseline(call, model_dir, tmp_path):
-    path = tmp_path / "out" / "baseline.json"
+@pytest.fixture(scope="module")
+def baseline_text(call, model_dir, tmp_path_factory):
+    """What `--write-baseline` writes."""
+    path = tmp_path_factory.mktemp("baselines") / "new" / "baseline.json"
     done = call("check", model_dir, "--methods", "kitty,fp8", *SMALL, "--write-baseline", path)
     assert (done.code, done.stderr.splitlines()[-1]) == (0, f"wrote {path}")
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    return path.read_text()
+
+
+@pytest.fixture
+def baseline(baseline_text, tmp_path):
+    path = tmp_path / "baseline.json"
+    path.write_text(baseline_text)
     return path
 
 
@@ -285,7 +314,6 @@ def test_a_baseline_is_the_report(checked, baseline):
     document = json.loads(baseline.read_text())
     assert list(document) == list(checked.json())
     assert [m["name"] for m in document["methods"]] == ["kitty", "fp8"]
-    assert [file.name for file in baseline.parent.iterdir()] == [baseline.name]
 
 
 def test_unchanged_passes(again):
