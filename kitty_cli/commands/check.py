@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,7 +15,7 @@ from kitty_cli import options, output
 from kitty_cli.commands.env import backend, versions
 from kitty_cli.model_profile import profile_for
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.gate import Limits
+from kitty_runtime.gate import Limits, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from kitty_cli.check_report import Loaded, Setting
     from kitty_runtime.accuracy import Method
+    from kitty_runtime.check import Check
     from kitty_runtime.models.geometry import ModelGeometry
     from kitty_runtime.peers import Peer
     from kitty_runtime.profiles import BoostProfile
@@ -111,7 +114,7 @@ def check(
     """Measure cache methods against 16 bits on the same text; with limits or a baseline, gate on them."""
     from kitty_cli.allocator import keep_freed_memory
     from kitty_cli.check_gate import early_identity, open_gate
-    from kitty_cli.check_report import check_document, markdown, show_check
+    from kitty_cli.check_report import check_document
     from kitty_runtime.check import run_check
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -152,15 +155,27 @@ def check(
     document = check_document(setting, where, check, verdict)
     if verdict.passed is not False:
         gate.write(document)  # before the report is printed: whoever reads that may leave early
-    if as_json or output_format == "json":
-        output.json_document(document)
-    elif output_format == "md":
-        output.text("\n".join(markdown(setting, check, verdict)))
-    else:
-        show_check(setting, check, verdict)
+    try:
+        _show("json" if as_json else output_format, document, setting, check, verdict)
+    except BrokenPipeError:
+        if verdict.passed is not False:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the gate has failed all the same
     if verdict.passed is False:
         output.note("The gate failed.")
         raise typer.Exit(GATE_FAILED)
+
+
+def _show(form: Format, document: dict[str, Any], setting: Setting, check: Check, verdict: Verdict) -> None:
+    """Print the report; `document` is its JSON form."""
+    from kitty_cli.check_report import markdown, show_check
+
+    if form == "json":
+        output.json_document(document)
+    elif form == "md":
+        output.text("\n".join(markdown(setting, check, verdict)))
+    else:
+        show_check(setting, check, verdict)
 
 
 def _setting(model_id: str, geometry: ModelGeometry, data_name: str, stretches: list[Any], command: str) -> Setting:

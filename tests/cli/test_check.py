@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 
 from kitty_runtime.config import PRESETS
 from kitty_runtime.texts import held_out_text, token_sha256, tokenize, windows_of
@@ -281,6 +284,24 @@ def test_the_cheapest_that_holds_is_named(call, model_dir):
     done = call(*arguments, "0.02")
     assert (done.code, "cheapest method that holds all limits: kv4" in done.stdout) == (0, True)
     assert call(*arguments, "0.0001").code == 3
+
+
+def test_a_failed_gate_says_so_to_whoever_leaves_early(model_dir):
+    """With a reader like `head`, which closes the pipe: the exit code is the gate's."""
+    arguments = ["check", str(model_dir), "--methods", "kitty", "--windows", "1", "--seq-len", "400", "--json"]
+    for limit, code in (("0.0001", 3), ("9", 0)):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kitty_cli.main", *arguments, "--max-kl", limit],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        process.stdout.close()
+        stderr = process.stderr.read().decode()
+        process.stderr.close()
+        assert process.wait() == code, stderr
+        assert "Traceback" not in stderr
+        assert "Exception ignored" not in stderr
 
 
 @pytest.fixture(scope="module")
