@@ -6,7 +6,7 @@ per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,7 @@ def measure_tokens(
     methods: Mapping[str, Method | Peer],
     first_scored: int = FIRST_SCORED,
     progress: Progress | None = None,
+    first_window_only: Collection[str] = (),
 ) -> dict[str, list[TokenValues]]:
     """Compare methods with the unquantized cache, on the same tokens in one run, token by token.
 
@@ -94,6 +95,7 @@ def measure_tokens(
         methods: by name.
         first_scored: first position whose prediction counts.
         progress: see `Progress`.
+        first_window_only: methods that are measured on the first window alone, to save time.
     Returns:
         By method, one entry per window.
     Raises:
@@ -104,21 +106,23 @@ def measure_tokens(
     if short < first_scored + 2:
         raise DataError(f"A window has {short} tokens, scoring starts at {first_scored}.", "Use a longer text.")
     found: dict[str, list[TokenValues]] = {name: [] for name in methods}
-    done, total = 0, sum(len(window) for window in windows) * (1 + len(methods))
-    for window in windows:
-        parts: dict[str, list[TokenValues]] = {name: [] for name in methods}
-        streams = {name: method_logits(model, window, method) for name, method in methods.items()}
+    rest = [name for name in methods if name not in first_window_only]
+    done, total = 0, len(windows[0]) * (1 + len(methods)) + sum(map(len, windows[1:])) * (1 + len(rest))
+    for number, window in enumerate(windows):
+        measured = rest if number else list(methods)
+        parts: dict[str, list[TokenValues]] = {name: [] for name in measured}
+        streams = {name: method_logits(model, window, methods[name], first_scored) for name in measured}
         start = 0
-        for chunk in teacher_forced_logits(model, window, None):
-            done += len(chunk)
-            skip = max(0, first_scored - start)
-            reference = _Reference.of(chunk[skip:], window[start + skip + 1 : start + len(chunk) + 1])
+        for logits in teacher_forced_logits(model, window, None, first_scored=first_scored):
+            stop = min(start + CHUNK_SIZE, len(window))
+            reference = _Reference.of(logits, window[stop - len(logits) + 1 : stop + 1])
             for name, stream in streams.items():
+                done += stop - start
                 if progress:
                     progress("tokens", done, total)
-                parts[name].append(reference.compare(next(stream)[skip:]))
-                done += len(chunk)
-            start += CHUNK_SIZE
+                parts[name].append(reference.compare(next(stream)))
+            done += stop - start
+            start = stop
         for name, of_chunks in parts.items():
             found[name].append(_joined(of_chunks))
             _check_finite(name, found[name][-1].kl)
@@ -127,11 +131,14 @@ def measure_tokens(
     return found
 
 
-def method_logits(model: PreTrainedModel, window: Tensor, method: Method | Peer) -> Iterator[Tensor]:
-    """Teacher-forced logits of `window` through a method's cache, in chunks of `CHUNK_SIZE` tokens."""
+def method_logits(
+    model: PreTrainedModel, window: Tensor, method: Method | Peer, first_scored: int = 0
+) -> Iterator[Tensor]:
+    """Logits of `window` through a method's cache, as `teacher_forced_logits` gives them."""
     if isinstance(method, Peer):
-        return forward_in_chunks(model, window, peer_cache(model.config, method))
-    return teacher_forced_logits(model, window, method.config, method.profile)
+        cache = peer_cache(model.config, method)
+        return forward_in_chunks(model, window, cache, first_scored=first_scored)
+    return teacher_forced_logits(model, window, method.config, method.profile, first_scored=first_scored)
 
 
 def packed_fraction_of(method: Method | Peer, lengths: Sequence[int], first_scored: int = FIRST_SCORED) -> float:

@@ -89,6 +89,16 @@ def test_progress_ends_at_its_total(model, windows):
     assert done[-1] == 2800
 
 
+def test_methods_of_the_first_window_only(model, windows, found):
+    calls = []
+    fewer = measure_tokens(model, windows, METHODS, FIRST, lambda *call: calls.append(call), ("16",))
+    assert [len(values) for values in fewer.values()] == [2, 1, 2]
+    assert all(
+        torch.equal(one.kl, other.kl) for name in METHODS for one, other in zip(fewer[name], found[name], strict=False)
+    )
+    assert calls[-1] == ("tokens", 4 * 700 + 3 * 530, 4 * 700 + 3 * 530)
+
+
 def test_short_windows_are_refused(model):
     with pytest.raises(DataError, match="A window has 201 tokens, scoring starts at 200"):
         measure_tokens(model, [random_ids(201)], METHODS, FIRST)
