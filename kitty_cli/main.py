@@ -1,6 +1,7 @@
 """The Typer app: registers the commands and turns errors into exit codes.
 
-Exit codes: 0 done, 1 runtime error, 2 usage, 130 interrupted. `KITTY_DEBUG=1` shows tracebacks.
+Exit codes: 0 done, 1 runtime error, 2 usage, 3 a check's gate failed, 130 interrupted.
+`KITTY_DEBUG=1` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kitty_cli import output
 from kitty_cli.commands.batch import batch
 from kitty_cli.commands.bench import bench
 from kitty_cli.commands.chat import chat
+from kitty_cli.commands.check import check
 from kitty_cli.commands.env import env, version_lines
 from kitty_cli.commands.info import info
 from kitty_cli.commands.profile import profile
@@ -29,14 +31,15 @@ _FULL_DISK = DataError("The output cannot be written: no space left on the devic
 
 app = typer.Typer(
     name="kitty",
-    help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, chat on 2-bit pages, "
-    "answer files of requests, measure speed.",
+    help="2-bit KV caches for HuggingFace LLMs: measure key sensitivity, write a boost profile, check accuracy, "
+    "chat on 2-bit pages, answer files of requests, measure speed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="First steps: kitty info, kitty profile, kitty chat, kitty batch. Exit codes: 0 done, 1 error, 2 usage, 130 "
-    "interrupted. KITTY_HOME: folder of models and profiles; KITTY_MODEL: default model; KITTY_DEBUG=1: tracebacks.",
+    epilog="First steps: kitty info, kitty profile, kitty check, kitty chat, kitty batch. Exit codes: 0 done, 1 error, "
+    "2 usage, 3 check failed, 130 interrupted. "
+    "KITTY_HOME: folder of models and profiles; KITTY_MODEL: default model; KITTY_DEBUG=1: tracebacks.",
 )
 
 
@@ -77,7 +80,7 @@ def _interrupted(problem: BaseException | None) -> bool:
     return False
 
 
-for _command in (info, profile, chat, batch, bench, env):
+for _command in (info, profile, check, chat, batch, bench, env):
     app.command()(guarded(_command))
 
 

@@ -36,6 +36,7 @@ def teacher_forced_logits(
     config: CacheConfig | None,
     profile: BoostProfile | None = None,
     chunk_size: int = CHUNK_SIZE,
+    first_scored: int = 0,
 ) -> Iterator[Tensor]:
     """Next-token logits of a text, each query reading what decode would read at its position.
 
@@ -45,22 +46,33 @@ def teacher_forced_logits(
         config: settings of the cache, ``prefill`` is ignored; None = transformers' own unquantized cache.
         profile: see `KittyCache`.
         chunk_size: tokens per forward pass; changes memory, not answers.
+        first_scored: positions before this one are read, but their logits are not computed.
     Yields:
-        ``[chunk_size, vocab_size]`` in the model's dtype, in order; the last chunk may be shorter.
+        ``[chunk_size, vocab_size]`` in the model's dtype, in order; fewer rows where the chunk begins before
+        `first_scored`, and in the last chunk.
     """
     cache: Cache
     if config is None:
         cache = DynamicCache(config=model.config)
     else:
         cache = KittyCache(model.config, replace(config, prefill="paged"), profile)
-    yield from forward_in_chunks(model, input_ids, cache, chunk_size)
+    yield from forward_in_chunks(model, input_ids, cache, chunk_size, first_scored)
 
 
 @torch.inference_mode()
 def forward_in_chunks(
-    model: PreTrainedModel, input_ids: Tensor, cache: Cache, chunk_size: int = CHUNK_SIZE
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Cache,
+    chunk_size: int = CHUNK_SIZE,
+    first_scored: int = 0,
 ) -> Iterator[Tensor]:
     """Logits of `input_ids` through `cache`, chunk by chunk. Arguments and yields as `teacher_forced_logits`."""
     arguments = {cache_kwarg(model): cache, "use_cache": True}
+    start = 0
     for chunk in input_ids.to(model.device).split(chunk_size):
-        yield model(input_ids=chunk[None], **arguments).logits[0]
+        start += len(chunk)
+        wanted = min(len(chunk), max(0, start - first_scored))
+        # 0 would mean all of them
+        logits = model(input_ids=chunk[None], logits_to_keep=max(1, wanted), **arguments).logits[0]
+        yield logits[len(logits) - wanted :]

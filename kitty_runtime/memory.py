@@ -59,9 +59,19 @@ def sequence_bytes(
         config, profile: as `KittyCache` takes them.
         dtype: the model's; sinks, rings and kept layers hold it.
     """
+    return _bytes_of(layers, layer_boosts(layers, config, profile), config, seq_len, dtype)
+
+
+def _bytes_of(
+    layers: Sequence[LayerGeometry],
+    boosts: Sequence[LayerBoost | None],
+    config: CacheConfig,
+    seq_len: int,
+    dtype: torch.dtype,
+) -> SequenceBytes:
     pages = sinks = rings = statistics = kept = dense = 0
     windows, (k_pages, _) = config.windows, config.packed_pages(seq_len)
-    for layer, boost in zip(layers, layer_boosts(layers, config, profile), strict=True):
+    for layer, boost in zip(layers, boosts, strict=True):
         visible = seq_len if layer.sliding_window is None else min(seq_len, layer.sliding_window)
         vector = layer.num_kv_heads * layer.head_dim
         dense += 2 * visible * vector * BYTES_16
@@ -74,6 +84,54 @@ def sequence_bytes(
         if boost.needs_running_energy and config.quantizes:
             statistics += vector * 4
     return SequenceBytes(pages, sinks, rings, statistics, kept, dense)
+
+
+@dataclass(frozen=True)
+class MeanCost:
+    """What a cache costs at a length, averaged over one page of phases: a page is packed every 128 tokens, and just
+    before a sequence costs most.
+
+    Attributes:
+        bytes_per_token: all bytes over the tokens; dense_bytes_per_token: the same at 16 bits.
+    """
+
+    bytes_per_token: float
+    dense_bytes_per_token: float
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per key or value number, whatever it is stored for."""
+        return 16 * self.bytes_per_token / self.dense_bytes_per_token
+
+
+def mean_cost(bytes_at: Callable[[int], SequenceBytes], seq_len: int) -> MeanCost:
+    """Average over the 128 lengths around `seq_len`.
+
+    Args:
+        bytes_at: bytes of one sequence by length.
+        seq_len: tokens, at least 64.
+    """
+    lengths = range(seq_len - PAGE_SIZE // 2, seq_len + PAGE_SIZE // 2)
+    found = [bytes_at(length) for length in lengths]
+    return MeanCost(sum(b.total for b in found) / sum(lengths), sum(b.dense for b in found) / sum(lengths))
+
+
+def mean_sequence_cost(
+    layers: Sequence[LayerGeometry], config: CacheConfig, seq_len: int, profile: BoostProfile | None = None
+) -> MeanCost:
+    """`mean_cost` of a paged cache whose unpacked tokens are at 16 bits. Arguments as `sequence_bytes`."""
+    boosts = layer_boosts(layers, config, profile)
+    return mean_cost(lambda length: _bytes_of(layers, boosts, config, length, torch.float16), seq_len)
+
+
+def page_bits(layers: Sequence[LayerGeometry], config: CacheConfig, profile: BoostProfile | None = None) -> float:
+    """Bits per key or value number in packed pages, scales and channel ids included; 16 where no layer is paged."""
+    num_bytes = numbers = 0
+    for layer, boost in zip(layers, layer_boosts(layers, config, profile), strict=True):
+        if boost is not None:
+            num_bytes += layout_of(layer, config, boost).page_bytes
+            numbers += 2 * PAGE_SIZE * layer.num_kv_heads * layer.head_dim
+    return 8 * num_bytes / numbers if numbers else 16.0
 
 
 def layout_of(

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kitty_runtime import files
 from kitty_runtime.errors import ProfileError
 from kitty_runtime.home import profiles_dir
 from kitty_runtime.profiles import SUFFIX, BoostProfile, dump_profile, load_profile
 
 logger = logging.getLogger(__name__)
+
+_OPTION = "--output FILE"
 
 
 def shipped_profiles_dir() -> Path:
@@ -56,17 +59,7 @@ def check_writable(path: Path) -> None:
     Raises:
         ProfileError: a folder or device, or in a folder that cannot be written.
     """
-    if path.is_dir():
-        raise ProfileError(f"{path} is a folder.", "Name the file: --output FILE")
-    if path.exists() and not path.is_file():
-        raise ProfileError(f"{path} is no file.", "Name a file: --output FILE")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
-        partial.touch()
-        partial.unlink()
-    except OSError as error:
-        raise _unwritable(path, error) from error
+    files.check_writable(path, _OPTION, ProfileError)
 
 
 def save_profile(profile: BoostProfile, path: Path) -> None:
@@ -75,18 +68,4 @@ def save_profile(profile: BoostProfile, path: Path) -> None:
     Raises:
         ProfileError: the folder cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
-        partial.write_bytes(dump_profile(profile))
-        partial.replace(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
-
-
-def _unwritable(path: Path, error: OSError) -> ProfileError:
-    return ProfileError(f"{path} cannot be written: {error.strerror}.", "Choose another place: --output FILE")
+    files.write_whole(path, dump_profile(profile), _OPTION, ProfileError)

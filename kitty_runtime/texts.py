@@ -18,7 +18,7 @@ from kitty_runtime.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BUILTIN = "builtin"
+BUILTIN, SOURCE = "builtin", "source"
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,18 @@ def load_text(data: str, split: str = "train", column: str = "text") -> Text:
     if path.suffix == ".txt" or data.startswith((".", "/", "~")):
         raise DataError(f"There is no file {data}.", "Check the path.")
     return Text(f"{data}[{split}]", _read_dataset(data, tuple(data.split(":", 1)), {}, split, column))
+
+
+def load_check_text(data: str, split: str = "test", column: str = "text") -> Text:
+    """Text to check accuracy on, which no profile should have been measured on.
+
+    Args:
+        data: ``builtin`` for `held_out_text`, ``source`` for `source_text`, else as `load_text` takes it.
+        split, column, Raises: as `load_text`.
+    """
+    if data == BUILTIN:
+        return held_out_text()
+    return source_text() if data == SOURCE else load_text(data, split, column)
 
 
 def _read_file(path: Path) -> str:

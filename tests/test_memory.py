@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny_models import logits_in_chunks, random_ids, tiny_config, tiny_model
 from kitty_runtime.cache.hf import KittyCache
 from kitty_runtime.config import PRESETS, preset
 from kitty_runtime.errors import ConfigError
-from kitty_runtime.memory import GIB, parse_bytes, plan_memory, sequence_bytes
+from kitty_runtime.memory import GIB, mean_sequence_cost, page_bits, parse_bytes, plan_memory, sequence_bytes
 from kitty_runtime.models.geometry import geometry_of, layers_of
 from kitty_runtime.profiles import BoostProfile, LayerProfile, Provenance
 
@@ -67,6 +68,37 @@ def test_sliding_layers_stop_at_their_window():
     layers = layers_of(tiny_config("gemma2"))
     for length, visible in ((20, 20), (48, 48), (500, 48)):
         assert sequence_bytes(layers, preset("kitty"), length).kept_layers == 2 * visible * 2 * 32 * 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_mean_cost_averages_a_page_of_phases(name):
+    layers, config = layers_of(tiny_config()), preset(name)
+    found = mean_sequence_cost(layers, config, 1000)
+    each = [sequence_bytes(layers, config, length) for length in range(936, 1064)]
+    assert found.bytes_per_token == pytest.approx(sum(b.total for b in each) / 128 / 999.5)
+    assert found.dense_bytes_per_token == 2 * 2 * 2 * 32 * 2
+    assert found.effective_bits == pytest.approx(16 * sum(b.total for b in each) / sum(b.dense for b in each))
+
+
+def test_the_phase_does_not_matter():
+    """Every token more costs the same: a 128th of a page."""
+    layers, config = layers_of(tiny_config()), preset("kitty")
+    page = sequence_bytes(layers, config, 1128).total - sequence_bytes(layers, config, 1000).total
+    lengths = range(1000, 1130, 13)
+    totals = [mean_sequence_cost(layers, config, n).bytes_per_token * (n - 0.5) for n in lengths]
+    assert all(b - a == pytest.approx(13 * page / 128) for a, b in pairwise(totals))
+
+
+def test_page_bits():
+    layers = layers_of(tiny_config())
+    assert page_bits(layers, preset("16")) == 16.0
+    # 2 bits; scales and zero points of 32 key channels and 128 values; for four channels 2 bits more and their ids
+    plain = 2 + 8 * (4 * 32 + 4 * 128) / (2 * 128 * 32)
+    assert page_bits(layers, preset("kivi-2-g128")) == plain
+    assert page_bits(layers, preset("kitty")) == plain + 8 * (4 * 32 + 16) / (2 * 128 * 32)
+    uneven = profile_of({1: (1.0, 0.1)})
+    assert page_bits(layers, preset("weighted"), uneven) == plain + 8 * (4 * 32 + 16) / (2 * 128 * 32)
+    assert page_bits(layers_of(tiny_config("gemma2")), preset("kivi-2-g128")) == plain
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kitty_runtime.texts import (
     Text,
     calibration_text,
     held_out_text,
+    load_check_text,
     load_text,
     source_text,
     token_sha256,
@@ -27,6 +28,14 @@ def _datasets_cache(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_a_check_reads_what_no_profile_is_measured_on(tmp_path):
+    assert load_check_text("builtin") == held_out_text()
+    assert load_check_text("source") == source_text()
+    path = tmp_path / "source"
+    path.write_text("words")
+    assert load_check_text(str(path)) == Text("source", "words")
 
 
 def test_builtin_halves():

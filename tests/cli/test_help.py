@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("info", "profile", "chat", "batch", "bench", "env")
+COMMANDS = ("info", "profile", "check", "chat", "batch", "bench", "env")
 
 
 def cpu_seconds(*command: str) -> float:
@@ -41,6 +41,16 @@ def test_help_of_each_command(call, command, flag):
     expected = {
         "info": ["--memory", "--json", "--preset", "PROFILE"],
         "profile": ["--metric", "--data", "--tokens", "--num-samples", "--max-seq-length", "--seed", "--skip-layers"],
+        "check": [
+            "--methods",
+            "--full",
+            "--needle",
+            "--format",
+            "--max-kl",
+            "--baseline",
+            "--write-baseline",
+            "--data",
+        ],
         "chat": ["--bits", "--boost", "--preset", "--profile", "-ctk", "-ctv", "--system-prompt", "--seed", "--top-p"],
         "batch": [
             "--input-file",

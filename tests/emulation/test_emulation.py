@@ -86,6 +86,15 @@ def test_without_settings_it_is_the_plain_model(model):
     assert float((torch.cat(chunks) - expected).abs().max()) <= 1e-9
 
 
+@pytest.mark.parametrize("first_scored", [1, 127, 128, 200, 299])
+def test_unscored_positions_have_no_logits(model, first_scored):
+    ids = random_ids(300)
+    whole = torch.cat(list(teacher_forced_logits(model, ids, preset("kitty"), chunk_size=128)))
+    chunks = list(teacher_forced_logits(model, ids, preset("kitty"), chunk_size=128, first_scored=first_scored))
+    assert len(chunks) == 3
+    assert float((torch.cat(chunks) - whole[first_scored:]).abs().max()) <= 1e-9
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_equals_decode_beside_native_layers(family):
     """Sliding layers stay native: their windows must move along with the chunks."""
