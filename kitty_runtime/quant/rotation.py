@@ -27,14 +27,15 @@ def rotate(x: Tensor) -> Tensor:
     Args:
         x: float ``[..., head_dim]``.
     Returns:
-        the same shape and dtype. In 16 bits it is one matrix product, which accumulates in fp32; the root of the block's
-        size is then rounded too, by at most 1.1e-4, less than the dtype's own step.
+        the same shape and dtype. In 16 bits it is one matrix product, which accumulates in fp32; the root of the
+        block's size is then rounded too, by at most 1.1e-4, less than the dtype's own step.
     """
     block = block_len(x.shape[-1])
     blocks = x.unflatten(-1, (-1, block))
     if x.element_size() == 2:
-        return (blocks @ _matrix(block, block**-0.5, x.dtype, x.device)).flatten(-2)
-    rotated: Tensor = (blocks @ _matrix(block, 1.0, x.dtype, x.device)) * block**-0.5
+        rotated: Tensor = blocks @ _matrix(block, block**-0.5, x.dtype, x.device)
+    else:
+        rotated = (blocks @ _matrix(block, 1.0, x.dtype, x.device)) * block**-0.5
     return rotated.flatten(-2)
 
 
