@@ -18,18 +18,22 @@ from kitty_cli.open_model import OpenedModel
 from kitty_runtime.bench.load import Load, LoadResult
 from kitty_runtime.bench.metrics import PERCENTILES
 from kitty_runtime.bench.shapes import BenchMethod, ShapeResult
-from kitty_runtime.memory import plan_memory, sequence_bytes
+from kitty_runtime.memory import SequenceBytes, sequence_bytes
 
 HOW = "in process, no HTTP"
+
+DENSE = "16"
+"""The method that kitty's settings are measured against."""
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What every format says beside the figures."""
+    """What every format says beside the figures; `kv_bytes` is what `memory_bytes` leaves for the cache."""
 
     opened: OpenedModel
     methods: dict[str, BenchMethod]
     memory_bytes: int | None
+    kv_bytes: int | None
     command: str
 
     def document(self) -> dict[str, Any]:
@@ -48,24 +52,31 @@ class BenchReport:
 
     def effective_bits(self, method: str, num_tokens: int) -> float:
         """Bits per key or value element of a sequence of that length, everything counted."""
-        used = self.methods[method]
-        dtype = self.opened.model.dtype
-        cost = sequence_bytes(self.opened.geometry.layers, used.config, num_tokens, used.profile, dtype)
+        cost = self._cost(method, num_tokens)
         return 16 * cost.total / cost.dense
 
+    def _cost(self, method: str, num_tokens: int) -> SequenceBytes:
+        used, dtype = self.methods[method], self.opened.model.dtype
+        return sequence_bytes(self.opened.geometry.layers, used.config, num_tokens, used.profile, dtype)
+
     def largest_batch(self, method: str, num_tokens: int) -> int | None:
-        """Sequences of that length in `memory_bytes`, weights at 16 bits included."""
-        if self.memory_bytes is None:
-            return None
-        used = self.methods[method]
-        plan = plan_memory(self.opened.geometry, used.config, self.memory_bytes, used.profile, num_tokens)
-        return plan.largest_batch
+        """Sequences of that length in `kv_bytes`."""
+        return None if self.kv_bytes is None else self.kv_bytes // self._cost(method, num_tokens).total
 
 
-def start(opened: OpenedModel, methods: dict[str, BenchMethod], memory_bytes: int | None, command: str) -> BenchReport:
+def start(
+    opened: OpenedModel,
+    methods: dict[str, BenchMethod],
+    memory_bytes: int | None,
+    kv_bytes: int | None,
+    command: str,
+) -> BenchReport:
     """Say how it is measured."""
     output.note(f"bench: {HOW}; {' against '.join(methods)}; versions: " + _version_line())
-    return BenchReport(opened, methods, memory_bytes, command)
+    if opened.model.dtype.itemsize > 2:
+        dtype = str(opened.model.dtype).removeprefix("torch.")
+        output.note(f"the model is in {dtype}: unpacked tokens, and all of method {DENSE}, are too")
+    return BenchReport(opened, methods, memory_bytes, kv_bytes, command)
 
 
 def _version_line() -> str:
@@ -91,7 +102,7 @@ class _Row:
 
 
 def _shape_rows(report: BenchReport, results: Sequence[ShapeResult]) -> list[_Row]:
-    dense = {(r.shape, label): mean for r in results if r.method == "16" for label, mean, _, _ in r.tests}
+    dense = {(r.shape, label): mean for r in results if r.method == DENSE for label, mean, _, _ in r.tests}
     rows = []
     for result in results:
         shape = result.shape
@@ -101,7 +112,7 @@ def _shape_rows(report: BenchReport, results: Sequence[ShapeResult]) -> list[_Ro
         peaks = (result.prompt_peak_bytes, result.generation_peak_bytes)
         for (label, mean, sd, _), peak in zip(result.tests, peaks, strict=False):
             base = dense.get((shape, label))
-            ratio = mean / base if base and result.method != "16" else None
+            ratio = mean / base if base and result.method != DENSE else None
             rows.append(_Row(result.method, shape.batch_size, label, *facts, mean, sd, ratio, peak))
         if result.error:
             label = f"pp{shape.input_len}, tg{shape.output_len}"
@@ -171,7 +182,7 @@ def show_load(report: BenchReport, load: Load, results: Sequence[LoadResult], fo
     for kind in ("ttft", "tpot", "itl", "e2el"):
         names += [f"{which}_{kind}_ms" for which in ("mean", "median", *(f"p{p}" for p in PERCENTILES))]
     lines = [[name, *(_figure(r.figures.get(name)) for r in results)] for name in names]
-    lines.append(["kv_bytes", *(output.size(r.kv_bytes) for r in results)])
+    lines.append(["KV cache allocated", *(output.size(r.kv_bytes) for r in results)])
     _table(["", *(r.method for r in results)], lines, format, text_columns=1)
 
 

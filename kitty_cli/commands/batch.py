@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ import typer
 from kitty_cli import options, output
 from kitty_cli.commands.chat import interruptible
 from kitty_cli.open_model import ModelFlags, open_model
-from kitty_runtime.errors import ConfigError
+from kitty_runtime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from kitty_runtime.batch.journal import Journal
@@ -195,7 +195,7 @@ def _answer(
                 rows,
                 plan.todo,
                 model,
-                output.data if journal is None else journal.write,
+                _deliver if journal is None else journal.write,
                 max_waiting=max_waiting,
                 num_failed_kept=plan.num_failed_kept,
                 on_step=on_step,
@@ -224,6 +224,21 @@ def _answer(
 def _note_resume(journal: Journal | None) -> None:
     if journal is not None:
         output.note("The same command with --resume does the rest.")
+
+
+def _deliver(line: bytes) -> None:
+    """
+    Raises:
+        DataError: nobody reads standard output any more.
+    """
+    try:
+        output.data(line)
+    except BrokenPipeError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise DataError(
+            "The reader of standard output has left; the other answers are not delivered.",
+            "Write to a file, which can be resumed: -o FILE",
+        ) from error
 
 
 def _paths(source: str | None, input_file: str | None, output_file: str | None) -> tuple[Path | None, Path | None]:
@@ -295,5 +310,5 @@ def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFla
         opened.name, opened.model, opened.tokenizer, opened.geometry, where.config, opened.profile, asked, seed
     )
     output.note(f"sampling where a line says nothing: {describe_sampling(model.sampling(model.asked), seed)}")
-    limits = EngineLimits(flags.gpu_memory_utilization, flags.kv_bytes, flags.max_num_seqs, flags.max_batch_tokens)
+    limits = EngineLimits(**asdict(flags))
     return Engine(opened.model, opened.tokenizer, where.config, opened.profile, limits), model

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 Format = Literal["table", "json", "md", "csv"]
 LoadFormat = Literal["auto", "dummy"]
 
-DENSE = "16"
-"""The method that kitty's settings are measured against."""
-
 _SHAPES = "Fixed shapes"
 _LOAD = "Load"
 
@@ -81,6 +78,10 @@ def bench(
     """Measure speed and memory on fixed shapes, or under a load of requests, in process and without HTTP."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     memory_bytes = options.size_in_bytes(memory)
+    if num_prompts is None and math.isfinite(request_rate):
+        raise ConfigError(f"--request-rate {request_rate} without a load.", "Add --num-prompts, or leave it out.")
+    if num_prompts is not None and batch_size != "1":
+        raise ConfigError(f"--batch-size {batch_size} with a load.", "A load has --max-num-seqs instead.")
     work = (
         _shapes(batch_size, input_len, output_len)
         if num_prompts is None
@@ -89,10 +90,12 @@ def bench(
     flags = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
     opened = _open_dummy(flags) if load_format == "dummy" else open_model(flags)
     methods = _methods(config, opened.profile, baseline)
+    _check_context(work, opened.geometry.max_position_embeddings)
+    kv_bytes = None if memory_bytes is None else _kv_bytes(opened, memory_bytes)
 
     from kitty_cli import bench_report
 
-    report = bench_report.start(opened, methods, memory_bytes, _command())
+    report = bench_report.start(opened, methods, memory_bytes, kv_bytes, _command())
     with output.progress() as progress:
         if isinstance(work, list):
             results = _run_shapes(opened, methods, work, repetitions, max_batch_tokens, progress)
@@ -100,7 +103,9 @@ def bench(
             if all(result.error for result in results):
                 raise typer.Exit(1)
         else:
-            limits = _limits(opened, memory_bytes, max_num_seqs, max_batch_tokens)
+            from kitty_runtime.engine.engine import EngineLimits
+
+            limits = EngineLimits(kv_bytes=kv_bytes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
             bench_report.show_load(report, work, _run_load(opened, methods, work, limits, progress), format)
 
 
@@ -147,6 +152,7 @@ def _run_load(
 
 def _methods(config: CacheConfig, profile: BoostProfile | None, baseline: bool) -> dict[str, BenchMethod]:
     """kitty's settings by their preset's name where they are one, and 16 bits."""
+    from kitty_cli.bench_report import DENSE
     from kitty_runtime.bench.shapes import BenchMethod
 
     name = next((name for name, known in PRESETS.items() if known == config), "custom")
@@ -154,26 +160,39 @@ def _methods(config: CacheConfig, profile: BoostProfile | None, baseline: bool) 
     return methods | {DENSE: BenchMethod(preset_named(DENSE))} if baseline else methods
 
 
-def _limits(opened: OpenedModel, memory_bytes: int | None, max_num_seqs: int, max_batch_tokens: int) -> EngineLimits:
-    """What an engine of a load may take.
+def _kv_bytes(opened: OpenedModel, memory_bytes: int) -> int:
+    """What a memory leaves for the cache beside the weights and, on a GPU, the runtime.
 
     Raises:
-        MemoryLimitError: the weights alone take the memory.
+        MemoryLimitError: nothing.
     """
-    from kitty_runtime.engine.engine import EngineLimits
     from kitty_runtime.memory import runtime_bytes
 
-    if memory_bytes is None:
-        return EngineLimits(max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
-    weights = sum(parameter.nbytes for parameter in opened.model.parameters())
-    kv_bytes = memory_bytes - weights - runtime_bytes(memory_bytes)
-    if kv_bytes < 1:
+    weights: int = sum(parameter.nbytes for parameter in opened.model.parameters())
+    runtime = runtime_bytes(memory_bytes) if opened.model.device.type == "cuda" else 0
+    if memory_bytes <= weights + runtime:
         raise MemoryLimitError(
-            f"--memory {output.size(memory_bytes)} leaves nothing for the cache beside {output.size(weights)} of "
-            f"weights and {output.size(runtime_bytes(memory_bytes))} for the runtime.",
+            f"--memory {output.size(memory_bytes)} leaves nothing for the cache: the weights take "
+            f"{output.size(weights)}" + (f", the runtime {output.size(runtime)}." if runtime else "."),
             "Give it more.",
         )
-    return EngineLimits(kv_bytes=kv_bytes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
+    return memory_bytes - weights - runtime
+
+
+def _check_context(work: list[Shape] | Load, max_len: int | None) -> None:
+    """
+    Raises:
+        ConfigError: a shape, or the longest request of a load, that the model was not made for.
+    """
+    if isinstance(work, list):
+        longest = max(shape.input_len + shape.output_len for shape in work)
+    else:
+        longest = work.input_len[1] + work.output_len[1]
+    if max_len is not None and longest > max_len:
+        raise ConfigError(
+            f"Prompt and generated tokens come to {longest}, the model's context is {max_len}.",
+            "Lower --input-len or --output-len.",
+        )
 
 
 def _shapes(batch_size: str, input_len: str, output_len: str) -> list[Shape]:

@@ -160,7 +160,7 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
     """Lock an output; nothing in it changes before `Journal.start`.
 
     Args:
-        path: made with its folder if it is not there.
+        path: made if it is not there; its folder has to be.
         resume, overwrite: whether records in it are welcome, or may go.
     Raises:
         ConfigError: records are in it and neither was asked for, it is no plain file, or another process writes it.
@@ -171,7 +171,6 @@ def open_journal(path: Path, resume: bool, overwrite: bool) -> Iterator[Journal]
     lock_path = path.with_name(f".{path.name}.lock")
     lock = FileLock(lock_path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(lock_path, os.O_WRONLY | os.O_CREAT, 0o666))  # says why it cannot; the lock would wait for it
         lock.acquire(timeout=0)
         if path.exists():

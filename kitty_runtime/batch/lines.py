@@ -202,6 +202,8 @@ def _custom_id(fields: Mapping[str, Any], line: int) -> str:
     if not isinstance(found, str) or not 0 < len(found) <= MAX_ID_LEN:
         value = "missing" if found is None else shown(found)
         raise LineError("invalid_custom_id", f"The line's id is {value}. Use a string of 1 to {MAX_ID_LEN} characters.")
+    if any("\ud800" <= character <= "\udfff" for character in found):  # half a character cannot be written as UTF-8
+        raise LineError("invalid_custom_id", f"The line's id is {shown(found)}. Use whole characters.")
     return found
 
 

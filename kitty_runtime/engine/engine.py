@@ -38,7 +38,7 @@ CPU_KV_SHARE = 0.25
 """Share of the free memory that the cache takes on a CPU, where other programs live too."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineLimits:
     """What the engine may take.
 
@@ -136,6 +136,7 @@ class Engine:
         )
         max_pages = min(self.pool_size.num_pages, self.scheduler.pages_for(self.max_model_len))
         self.runner = Runner(model, self.cache, max_pages, self.limits.capture)
+        self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
         self._special_ids = set() if tokenizer is None else set(tokenizer.all_special_ids)
@@ -174,7 +175,8 @@ class Engine:
 
         Raises:
             ConfigError: its id is taken, or it asks for what the engine lacks.
-            DataError: the prompt is empty, or it can never fit in the context or the pool.
+            DataError: the prompt is empty, has a token that the model lacks, or can never fit in the context or the
+                pool.
         """
         if request.id in self._sequences or (request.id in self.scheduler.kept and request.continues != request.id):
             raise ConfigError(f"Request {request.id!r} is there already.", "Give every request its own id.")
@@ -201,6 +203,12 @@ class Engine:
         n, asked = len(request.prompt_ids), request.sampling.max_tokens
         if n == 0:
             raise DataError("The prompt has no tokens.", "Write something.")
+        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise DataError(
+                f"The prompt has the token {wrong}, the model has {self._vocab_size}.", "Use the model's own tokenizer."
+            )
         room = self.max_model_len - n
         if room < 1:
             raise DataError(f"The prompt has {n} tokens, the context is {self.max_model_len}.", "Shorten the prompt.")

@@ -61,6 +61,9 @@ class SamplingParams:
         def is_number(value: object) -> bool:
             return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
+        def are_texts(values: object) -> bool:
+            return isinstance(values, tuple | list) and all(isinstance(text, str) and text for text in values)
+
         need("max_tokens", self.max_tokens is None or (is_int(self.max_tokens) and self.max_tokens >= 1), "1 or more")
         need("temperature", is_number(self.temperature) and self.temperature >= 0, "a number, 0 or more")
         need("top_k", is_int(self.top_k) and self.top_k >= 0, "a number of tokens, 0 for all")
@@ -68,7 +71,7 @@ class SamplingParams:
         need("min_p", is_number(self.min_p) and 0 <= self.min_p <= 1, "a share from 0 to 1")
         need("repetition_penalty", is_number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0")
         need("seed", self.seed is None or (is_int(self.seed) and -(2**63) <= self.seed < 2**63), "a 64-bit integer")
-        need("stop", all(isinstance(s, str) and s for s in self.stop), "texts that are not empty")
+        need("stop", are_texts(self.stop), "a tuple of texts that are not empty")
         need("min_tokens", is_int(self.min_tokens) and self.min_tokens >= 0, "0 or more")
         good = self.num_logprobs is None or (is_int(self.num_logprobs) and 0 <= self.num_logprobs <= MAX_LOGPROBS)
         need("num_logprobs", good, f"0 to {MAX_LOGPROBS}")

@@ -294,8 +294,10 @@ def _as_load_error(source: ModelSource, what: str, error: BaseException) -> Mode
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    """The first line, and those behind it that it announces with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    end = next((n for n, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: end + 1])
 
 
 def _read_hint(source: ModelSource, what: str, error: BaseException) -> str:

@@ -264,7 +264,9 @@ def test_places_that_cannot_be_written(source, tmp_path):
     ]:
         with pytest.raises(error, match=said):
             run_files(source, path)
-    assert run_files(source, tmp_path / "new" / "folder" / "out.jsonl").num_ok == 4
+    with pytest.raises(DataError, match="cannot be written: No such file or directory"):
+        run_files(source, tmp_path / "new" / "folder" / "out.jsonl")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_write_in_pieces_and_a_full_disk(source, out, monkeypatch):

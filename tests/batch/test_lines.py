@@ -294,6 +294,7 @@ def test_wrong_requests_of_other_forms(line, param, code):
         (b'{"prompt": "caf\xe9"}', "not_utf8"),
         (b"\xff\xfe{\x00}\x00", "not_utf8"),
         (b'{"id": "", "prompt": "hi"}', "invalid_custom_id"),
+        (b'{"id": "\\ud800", "prompt": "hi"}', "invalid_custom_id"),
         (b'{"id": true, "prompt": "hi"}', "invalid_custom_id"),
         (b'{"id": [1], "prompt": "hi"}', "invalid_custom_id"),
         (b'{"id": 1.5, "prompt": "hi"}', "invalid_custom_id"),

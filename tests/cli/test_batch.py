@@ -16,7 +16,7 @@ from fake_engine import FakeEngine, fake_model
 from kitty_cli import batch_report
 from kitty_cli.commands import batch
 from kitty_runtime.engine.request import SamplingParams
-from kitty_runtime.errors import MemoryLimitError, ModelLoadError
+from kitty_runtime.errors import DataError, MemoryLimitError, ModelLoadError
 
 HI = [{"role": "user", "content": "hi"}]
 ROWS = (
@@ -440,3 +440,48 @@ def test_the_module_is_importable_without_torch():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_engine_gets_the_limits_of_the_flags(call, source, model_dir, monkeypatch):
+    """Real flags to a real engine: each ends up where its name says."""
+    from kitty_runtime.engine import engine
+
+    made = []
+
+    class Watched(engine.Engine):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(engine, "Engine", Watched)
+    flags = ["--kv-bytes", "9MB", "--max-num-seqs", "3", "--max-batch-tokens", "77", "--gpu-memory-utilization", "0.5"]
+    assert call("batch", source, "--model", model_dir, "--max-tokens", "2", *flags).code == 0
+    (opened,) = made
+    limits = opened.limits
+    assert (limits.kv_bytes, limits.max_num_seqs, limits.max_batch_tokens) == (9_000_000, 3, 77)
+    assert (limits.gpu_memory_utilization, limits.num_pages) == (0.5, None)
+    assert opened.pool_size.num_slots == 3
+    assert opened.pool_size.total_bytes <= 9_000_000
+
+
+def test_memory_for_nothing_is_one_error(refused, source, model_dir):
+    assert "one sequence needs" in refused(1, "batch", source, "--model", model_dir, "--kv-bytes", "1")
+
+
+def test_a_reader_that_leaves_is_an_error(monkeypatch):
+    """Answers that nobody took are not delivered: that is said, and is no success."""
+
+    def broken(line):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(batch.output, "data", broken)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back afterwards
+    with pytest.raises(DataError, match="The reader of standard output has left; the other answers are not delivered"):
+        batch._deliver(b"{}\n")
+
+
+def test_a_folder_that_is_not_there(refused, source, tmp_path, never_opens):
+    assert "cannot be written: No such file or directory" in refused(
+        1, "batch", source, "-o", tmp_path / "x" / "y.jsonl"
+    )
+    assert not (tmp_path / "x").exists()

@@ -78,17 +78,21 @@ def test_dummy_weights_need_only_a_config(call, model_dir, tmp_path):
         (["--input-len", "5:30"], "add --num-prompts"),
         (["--num-prompts", "2", "--output-len", "9:3"], "--output-len is '9:3'"),
         (["--memory", "lots"], "is not a size of memory"),
+        (["--request-rate", "3"], "--request-rate 3.0 without a load"),
+        (["--num-prompts", "2", "-b", "4"], "--batch-size 4 with a load"),
+        (["--num-prompts", "2", "--output-len", "5:9000"], "come to 9512, the model's context is 2048"),
     ],
 )
 def test_flags_that_say_nothing(refused, model_dir, flags, said):
     assert said in refused(2, "bench", model_dir, *flags)
 
 
-def test_memory_that_the_weights_take(refused, model_dir):
-    assert "leaves nothing for the cache" in refused(1, "bench", model_dir, *LOAD, "--memory", "1MB")
+@pytest.mark.parametrize("flags", [LOAD, SHAPE])
+def test_memory_that_the_weights_take(refused, model_dir, flags):
+    assert "leaves nothing for the cache: the weights take" in refused(1, "bench", model_dir, *flags, "--memory", "9KB")
 
 
 def test_shapes_beyond_the_context(call, short_model_dir):
     done = call("bench", short_model_dir, "--input-len", "100", "--output-len", "3", "-r", "1")
-    assert done.code == 1
-    assert "the context is 64" in done.stderr
+    assert done.code == 2
+    assert "come to 103, the model's context is 64" in done.stderr

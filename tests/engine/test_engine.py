@@ -137,6 +137,9 @@ def test_refused_requests(float64_engine_model, make_engine):
     engine.abort("a")
     with pytest.raises(DataError, match="no tokens"):
         engine.add(Request("b", (), GREEDY))
+    for wrong in (96, 10**6, -1):
+        with pytest.raises(DataError, match=f"has the token {wrong}, the model has 96"):
+            engine.add(Request("b", (5, wrong, 6), GREEDY))
     with pytest.raises(DataError, match="the context is 4096"):
         engine.add(Request("b", (5,) * 4096, GREEDY))
     with pytest.raises(DataError, match=r"grow to 1002 tokens, the cache holds 607"):

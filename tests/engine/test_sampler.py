@@ -155,7 +155,7 @@ def test_nan_is_no_token():
     [
         ("max_tokens", 0), ("max_tokens", 1.5), ("temperature", -1), ("temperature", float("nan")), ("top_k", -1),
         ("top_p", 0), ("top_p", 1.1), ("min_p", 2), ("repetition_penalty", 0), ("seed", 2**63), ("seed", "1"),
-        ("stop", ("",)), ("min_tokens", -1), ("num_logprobs", 21), ("temperature", True),
+        ("stop", ("",)), ("stop", "ab"), ("min_tokens", -1), ("num_logprobs", 21), ("temperature", True),
     ],
 )  # fmt: skip
 def test_settings_out_of_range(name, value):

@@ -358,3 +358,11 @@ def test_a_checkpoint_of_other_shapes(folder):
 @pytest.mark.parametrize("name", ["dmeo", "Demo", "demos"])
 def test_a_mistyped_demo_is_answered_at_once(name):
     assert "Did you mean demo?" in refusal(resolve_model, name)
+
+
+def test_the_reason_of_an_error_is_kept():
+    """Some libraries announce it with a colon and a line end."""
+    found = loading._first_line(ValueError("Class validation error for 'heads':\n\n    9 heads for 64 channels.\nmore"))
+    assert found == "Class validation error for 'heads': 9 heads for 64 channels."
+    assert loading._first_line(ValueError("one of:")) == "one of:"
+    assert loading._first_line(KeyError()) == "KeyError"
