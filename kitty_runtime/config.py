@@ -56,7 +56,7 @@ class Windows:
         # max(0, x) // 128, written so that it holds for ints and tensors alike
         return k_tokens * (k_tokens > 0) // PAGE_SIZE, v_tokens * (v_tokens > 0) // PAGE_SIZE
 
-    def longest(self, num_pages: int) -> int:
+    def longest(self, num_pages: Position) -> Position:
         """The most tokens that a sequence stores with `num_pages` pages packed: the inverse of `packed_pages`."""
         return self.sink_len + self.k_recent_len + (num_pages + 1) * PAGE_SIZE - 1
 

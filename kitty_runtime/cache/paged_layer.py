@@ -122,14 +122,14 @@ class PagedLayer:
         lengths.
 
         Args:
-            batch: the sequences; all its tensors may change between calls, as those of a captured graph do.
+            batch: the sequences; all its tensors may change between calls, as those of a captured graph do. A slot
+                that was another sequence's has to be taken by `attend` first.
         """
         state = self.state
         self._check_unless_costly(keys, values)
         values = self._rotated(values)
         store_tokens(state, batch, keys, values)
         if self.query_sq_sum is not None:
-            self._begin_energies(batch)
             self.query_sq_sum.index_add_(0, batch.slots, self._group_mean_sq(query)[:, :, 0])
         out = decode_attention(query[:, :, 0], state, batch, softmax)
         if batch.max_new_pages:
@@ -162,30 +162,22 @@ class PagedLayer:
         """Add these queries to the running sums; the energy at each packing threshold they cross, one per page."""
         if self.query_sq_sum is None:
             return None
-        windows, squares = step.windows, self._group_mean_sq(query)
-        batch = step.batch(query.device)
-        self._begin_energies(batch)
-        slots = range(len(step.past_lens)) if step.slots is None else step.slots
-        num_seqs, num_kv_heads, _, head_dim = squares.shape
-        energies = squares.new_zeros((num_seqs, step.max_new_pages, num_kv_heads, head_dim))
-        for row, (slot, past_len, n) in enumerate(zip(slots, step.past_lens, step.new_lens, strict=True)):
-            page = 0
-            for start, stop in windows.tiles(past_len, past_len + n):
-                self.query_sq_sum[slot] += squares[row, :, start - past_len : stop - past_len].sum(1)
-                if windows.packed_pages(stop)[0] > windows.packed_pages(start)[0]:
-                    energies[row, page] = (self.query_sq_sum[slot] / stop).sqrt()
-                    page += 1
-        return energies
+        windows, batch = step.windows, step.batch(query.device)
+        begins = (batch.past_lens == 0)[:, None, None]  # a slot that a new sequence takes starts anew
+        before = self.query_sq_sum[batch.slots].masked_fill(begins, 0)[:, None]
+        sums = before + self._group_mean_sq(query).cumsum(2).transpose(1, 2)  # [num_seqs, n, num_kv_heads, head_dim]
+        row, past_lens = torch.arange(len(sums), device=sums.device), batch.past_lens.long()
+        new_lens = batch.seq_lens - past_lens
+        after = torch.where(new_lens[:, None, None] > 0, sums[row, new_lens - 1], before[:, 0])
+        self.query_sq_sum.index_copy_(0, batch.slots, after)
+        page = windows.packed_pages(past_lens)[0][:, None] + torch.arange(batch.max_new_pages, device=sums.device)
+        seen = windows.longest(page) + 1  # tokens when the page is packed; beyond this pass for pages that it lacks
+        column = (seen - past_lens[:, None] - 1).clamp_max(sums.shape[1] - 1)
+        return (sums[row[:, None], column] / seen[..., None, None]).sqrt()
 
     def _rotated(self, values: Tensor) -> Tensor:
         """Values before they are stored, or what attention made of stored ones, where the settings ask for it."""
         return rotate(values) if self.config.v_hadamard else values
-
-    def _begin_energies(self, batch: Batch) -> None:
-        """A slot that a new sequence takes starts its sum anew."""
-        assert self.query_sq_sum is not None
-        begins = (batch.past_lens == 0)[:, None, None]
-        self.query_sq_sum.index_copy_(0, batch.slots, self.query_sq_sum[batch.slots].masked_fill(begins, 0))
 
     def _group_mean_sq(self, query: Tensor) -> Tensor:
         """Mean squared query of each GQA group: ``[num_seqs, num_kv_heads, n, head_dim]``."""
