@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kitty_runtime.config import CacheConfig
 from kitty_runtime.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -263,11 +264,15 @@ def check_comparable(baseline: Baseline, identity: Mapping[str, Any], configs: M
         if names:
             raise ConfigError(f"Methods {where}: {', '.join(sorted(names))}.", hint)
     for name, config in configs.items():
-        before = baseline.methods[name].config
+        # A setting that the baseline does not know came later: it then had its default.
+        before = {key: _DEFAULTS[key] for key in config if key in _DEFAULTS} | {**baseline.methods[name].config}
         for key in sorted(({*config} | {*before}) - {PROFILE_KEY}):
             if key not in config or key not in before or config[key] != before[key]:
                 then, now = before.get(key), config.get(key)
                 raise ConfigError(f"{name} has another {key}: {then!r} in the baseline, {now!r} now.", hint)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(CacheConfig)}
 
 
 def check_packed(fractions: Mapping[str, float]) -> None:

@@ -158,6 +158,15 @@ def test_a_report_is_a_baseline(baseline, tmp_path):
     check_comparable(baseline, IDENTITY, CONFIGS)
 
 
+def test_a_setting_that_came_later_had_its_default(baseline):
+    """A baseline from before `v_hadamard` compares with runs that do not use it, and with no other."""
+    later = {name: {**config, "v_hadamard": False} for name, config in CONFIGS.items()}
+    check_comparable(baseline, IDENTITY, later)
+    later["kitty"]["v_hadamard"] = True
+    with pytest.raises(ConfigError, match="kitty has another v_hadamard: False in the baseline, True now"):
+        check_comparable(baseline, IDENTITY, later)
+
+
 def test_every_method_is_compared(baseline):
     worse = replace(KV4, windows=(0.005, 0.007))
     verdict = judge([KITTY, worse], Limits(), baseline)
