@@ -43,7 +43,7 @@ $(OLDEST)/.ready: $(VENV)/.ready
 
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" \
-	  tests/cache tests/emulation tests/engine/test_engine.py tests/models tests/test_sensitivity.py tests/cli/test_chat.py
+	  tests/cache/test_hf_models.py tests/emulation tests/engine/test_engine.py tests/models tests/cli/test_chat.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -26,13 +26,12 @@ def live_bytes() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kitty", "weighted"])
-def test_allocated_is_live_and_used_is_the_formula(name):
+def test_allocated_is_live_and_used_is_the_formula():
     model = load_model(resolve_model("demo"), attn_implementation="kitty")
     ids = torch.randint(3, model.config.vocab_size, (4096,), generator=torch.Generator().manual_seed(0))
     before = live_bytes()
-    cache = KittyCache(model.config, preset(name))
-    for logits in forward_in_chunks(model, ids, cache):
+    cache = KittyCache(model.config, preset("weighted"))
+    for logits in forward_in_chunks(model, ids, cache, first_scored=4000):
         assert logits.isfinite().all()
     del logits
     cache._step = None  # where the last pass went, some hundred bytes of indices; the next pass would replace it

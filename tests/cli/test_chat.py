@@ -63,7 +63,7 @@ def test_presets(call, model_dir, name):
     assert done.stdout.strip()
     described = "16-bit pages" if name == "16" else f"values {PRESETS[name].v_bits} bits"
     assert described in done.stderr
-    used = "profile: none for this model" if name == "weighted" else "profile: not used by this preset"
+    used = "profile: none for this model" if PRESETS[name].uses_profile else "profile: not used by this preset"
     assert used in done.stderr
     assert " 0 pages packed" not in done.stderr
     assert " pages packed" in done.stderr

@@ -21,7 +21,7 @@ from kitty_runtime.profiles import BoostProfile, load_profile
 from kitty_runtime.texts import held_out_text, source_text, tokenize, windows_of
 
 pytestmark = pytest.mark.slow
-NUM_WINDOWS, NUM_TOKENS = 3, 2048
+NUM_TOKENS = 2048
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +47,8 @@ class Uniform(BoostProfile):
         return {index: int(boost_ratio * layer.query_energy.shape[1]) for index, layer in self.layers.items()}
 
 
-@pytest.mark.parametrize(("text", "uniform_limit"), [(held_out_text, 0.70), (source_text, 0.80)])
-def test_profile_halves_the_divergence(demo, text, uniform_limit):
+@pytest.mark.parametrize(("text", "uniform_limit", "num_windows"), [(held_out_text, 0.70, 3), (source_text, 0.80, 1)])
+def test_profile_halves_the_divergence(demo, text, uniform_limit, num_windows):
     """At 12.5 % and the bytes of `kitty`: its windows with the profile's energies alone, then with layer budgets; and
     the default preset, whose windows hold as many vectors, with layer budgets."""
     model, tokenizer = demo
@@ -65,14 +65,16 @@ def test_profile_halves_the_divergence(demo, text, uniform_limit):
     assert sizes["uniform"] == sizes["kitty"]
     assert sizes["budgets"] <= sizes["kitty"]
     assert sizes["default"] <= sizes["kitty"]
-    windows = windows_of(text(), tokenize(text(), tokenizer), NUM_WINDOWS, NUM_TOKENS)
+    windows = windows_of(text(), tokenize(text(), tokenizer), num_windows, NUM_TOKENS)
     first = {name: divergence.kl for name, divergence in measure_divergence(model, windows[:1], methods).items()}
     assert first["kitty"] > 0.01
     assert first["uniform"] <= uniform_limit * first["kitty"], first
     assert first["default"] <= 0.50 * first["kitty"], first
-    # The closest of the promises: on more text, since single windows scatter by a few percent.
-    rest = measure_divergence(model, windows[1:], {name: methods[name] for name in ("kitty", "budgets")})
-    kl = {name: (first[name] + (NUM_WINDOWS - 1) * rest[name].kl) / NUM_WINDOWS for name in rest}
+    # On the manual the closest of the promises: on more text, since single windows scatter by a few percent.
+    kl = {name: first[name] for name in ("kitty", "budgets")}
+    if num_windows > 1:
+        rest = measure_divergence(model, windows[1:], {name: methods[name] for name in kl})
+        kl = {name: (first[name] + (num_windows - 1) * rest[name].kl) / num_windows for name in kl}
     assert kl["budgets"] <= 0.50 * kl["kitty"], kl
 
 
@@ -110,10 +112,10 @@ def cpu_seconds_to_first_byte(*command: str) -> float:
 
 
 def test_first_token_comes_nearly_as_soon_as_without_kitty():
-    """Import, load, prefill, one token; least of three alternating runs."""
+    """Import, load, prefill, one token; least of two alternating runs."""
     folder = str(demo_model_dir())
     bare, kitty = [], []
-    for _ in range(3):
+    for _ in range(2):
         bare.append(cpu_seconds_to_first_byte("-c", BARE, folder))
         chat = ("-m", "kitty_cli.main", "chat", "demo", "hi", "--temperature", "0", "--max-tokens", "1")
         kitty.append(cpu_seconds_to_first_byte(*chat))

@@ -76,9 +76,9 @@ def test_demo_model(make_engine):
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir(), dtype=torch.float64).eval()
     config = preset("kitty")
     engine = make_engine(model, config, num_pages=3, num_slots=4, max_model_len=512)
-    growing = SamplingParams(max_tokens=34, temperature=0)  # past 160 tokens, where the first page is packed
-    requests = [Request(f"grows-{i}", tuple(random_ids(130, seed=i).tolist()), growing) for i in range(4)]
-    requests += random_requests(12, longest=400, max_new=12, seed=7, vocab=20000)
+    growing = SamplingParams(max_tokens=16, temperature=0)  # past 160 tokens, where the first page is packed
+    requests = [Request(f"grows-{i}", tuple(random_ids(148, seed=i).tolist()), growing) for i in range(4)]
+    requests += random_requests(12, longest=400, max_new=8, seed=7, vocab=20000)
     check_equal_to_one_by_one(engine, model, config, requests, None)
     assert engine.counters.num_preemptions > 0
 
