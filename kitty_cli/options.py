@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from kitty_runtime.models.preflight import Dtype
 
 _MODEL = "Model"
 _CACHE = "Cache"
+SAMPLING = "Sampling (default: the model's own)"
 
 Model = Annotated[
     str | None,
@@ -52,6 +55,33 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option("--profile", help="Boost profile; the model's own is found by itself.", rich_help_panel=_CACHE),
 ]
+
+
+def _sampling(text: str, **limits: Any) -> Any:
+    """An option that leaves the model's own generation config alone when it is not given."""
+    return typer.Option(help=text, rich_help_panel=SAMPLING, show_default=False, **limits)
+
+
+Temperature = Annotated[float | None, _sampling("Randomness; 0 is greedy.", min=0.0)]
+TopP = Annotated[float | None, _sampling("Keep the likeliest tokens up to this mass.", min=0.0, max=1.0)]
+TopK = Annotated[int | None, _sampling("Keep this many of the likeliest tokens.", min=0)]
+MinP = Annotated[float | None, _sampling("Drop tokens below this share of the likeliest.", min=0.0, max=1.0)]
+RepetitionPenalty = Annotated[float | None, _sampling("Above 1, repeat less.", min=0.01)]
+
+
+def check_sampling(asked: Mapping[str, Any]) -> None:
+    """
+    Args:
+        asked: values by the names of `SamplingParams`; None = not given.
+    Raises:
+        ConfigError: a value that nothing could be answered with.
+    """
+    from kitty_runtime.engine.request import SamplingParams
+
+    temperature = asked["temperature"]
+    if temperature is not None and not math.isfinite(temperature):
+        raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
+    SamplingParams(**{name: value for name, value in asked.items() if value is not None})
 
 
 def cache_config(

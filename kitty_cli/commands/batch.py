@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -34,12 +33,6 @@ WAITING_PER_SEQ = 4
 _SUFFIXES = (".jsonl", ".ndjson", ".json")
 _OUTPUT = "Output"
 _ENGINE = "Engine"
-_SAMPLING = "Sampling where a line says nothing (default: the model's own)"
-
-
-def _sampling(text: str, **limits: Any) -> Any:
-    """An option that holds where a line says nothing."""
-    return typer.Option(help=text, rich_help_panel=_SAMPLING, show_default=False, **limits)
 
 
 @dataclass(frozen=True)
@@ -89,17 +82,20 @@ def batch(
     v_bits: options.VBits = None,
     boost: options.Boost = None,
     profile: options.ProfileFile = None,
-    max_tokens: Annotated[int | None, _sampling("Longest answer, in tokens.", min=1)] = None,
-    temperature: Annotated[float | None, _sampling("Randomness; 0 is greedy.", min=0.0)] = None,
-    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens up to this mass.", min=0.0, max=1.0)] = None,
-    top_k: Annotated[int | None, _sampling("Keep this many of the likeliest tokens.", min=0)] = None,
-    min_p: Annotated[
-        float | None, _sampling("Drop tokens below this share of the likeliest.", min=0.0, max=1.0)
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Longest answer, in tokens.", min=1, rich_help_panel=options.SAMPLING, show_default=False),
     ] = None,
-    repetition_penalty: Annotated[float | None, _sampling("Above 1, repeat less.", min=0.01)] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     seed: Annotated[
         int,
-        typer.Option(help="With its id it gives a row its own seed.", min=0, max=2**63 - 1, rich_help_panel=_SAMPLING),
+        typer.Option(
+            help="With its id it gives a row its own seed.", min=0, max=2**63 - 1, rich_help_panel=options.SAMPLING
+        ),
     ] = 0,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.", min=0.01, max=1.0, rich_help_panel=_ENGINE)
@@ -118,7 +114,10 @@ def batch(
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Answer a file of requests: OpenAI Batch lines, or {"prompt": ...} and {"messages": ...}."""
+    """Answer a file of requests: OpenAI Batch lines, or {"prompt": ...} and {"messages": ...}.
+
+    Sampling options hold where a line says nothing.
+    """
     asked = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -127,9 +126,9 @@ def batch(
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    _check_sampling(asked)
+    options.check_sampling(asked)
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
-    flags = _EngineFlags(gpu_memory_utilization, _bytes(kv_bytes), max_num_seqs, max_batch_tokens)
+    flags = _EngineFlags(gpu_memory_utilization, options.size_in_bytes(kv_bytes), max_num_seqs, max_batch_tokens)
     where = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
     source_path, out_path = _paths(source, input_file, output_file)
     resume = resume or retry_failed
@@ -275,27 +274,6 @@ def _beside(source: Path) -> Path:
     """``requests.out.jsonl`` for ``requests.jsonl``."""
     stem = source.stem if source.suffix in _SUFFIXES else source.name
     return source.with_name(f"{stem}.out.jsonl")
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    from kitty_runtime.memory import parse_bytes
-
-    return parse_bytes(text)
-
-
-def _check_sampling(asked: dict[str, Any]) -> None:
-    """
-    Raises:
-        ConfigError: a value that no row could be answered with.
-    """
-    from kitty_runtime.engine.request import SamplingParams
-
-    temperature = asked["temperature"]
-    if temperature is not None and not math.isfinite(temperature):
-        raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
-    SamplingParams(**{name: value for name, value in asked.items() if value is not None})
 
 
 def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import stat
@@ -21,11 +20,6 @@ if TYPE_CHECKING:
     from kitty_runtime.chat import ChatSession, Reply
 
 
-def _sampling(text: str, **limits: Any) -> Any:
-    """An option that leaves the model's own generation config alone when it is not given."""
-    return typer.Option(help=text, rich_help_panel="Sampling (default: the model's own)", show_default=False, **limits)
-
-
 def chat(
     model: options.Model = None,
     prompt: Annotated[
@@ -41,14 +35,17 @@ def chat(
     system_prompt: Annotated[str, typer.Option(help="First message, from the system.", show_default=False)] = "",
     raw: Annotated[bool, typer.Option("--raw", help="No chat template: the model continues the text.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 1024,
-    temperature: Annotated[float | None, _sampling("Randomness; 0 is greedy.", min=0.0)] = None,
-    top_p: Annotated[float | None, _sampling("Keep the likeliest tokens up to this mass.", min=0.0, max=1.0)] = None,
-    top_k: Annotated[int | None, _sampling("Keep this many of the likeliest tokens.", min=0)] = None,
-    min_p: Annotated[
-        float | None, _sampling("Drop tokens below this share of the likeliest.", min=0.0, max=1.0)
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Same seed, same answer.", min=0, max=2**63 - 1, rich_help_panel=options.SAMPLING, show_default=False
+        ),
     ] = None,
-    repetition_penalty: Annotated[float | None, _sampling("Above 1, repeat less.", min=0.01)] = None,
-    seed: Annotated[int | None, _sampling("Same seed, same answer.", min=0, max=2**63 - 1)] = None,
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -57,8 +54,6 @@ def chat(
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and " " in model and prompt is None and not os.path.exists(os.path.expanduser(model)):
         raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
-    if temperature is not None and not math.isfinite(temperature):
-        raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -68,6 +63,7 @@ def chat(
         "repetition_penalty": repetition_penalty,
         "seed": _random_seed() if seed is None else seed,
     }
+    options.check_sampling(sampling)
     once = _message(prompt)
     flags = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
     session = _open(flags, sampling, system_prompt, raw)

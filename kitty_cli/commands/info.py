@@ -48,14 +48,14 @@ def info(
     if model is not None and model.endswith(".safetensors"):
         _profile_info(Path(os.path.expanduser(model)), config.boost_ratio, as_json)
         return
-    from kitty_runtime.memory import parse_bytes, plan_memory
+    from kitty_runtime.memory import plan_memory
     from kitty_runtime.models.fingerprint import config_sha256
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, resolve_model
     from kitty_runtime.profile_store import find_profile
     from kitty_runtime.profiles import load_profile
 
-    memory_bytes = None if memory is None else parse_bytes(memory)
+    memory_bytes = options.size_in_bytes(memory)
     if memory_bytes is not None and memory_bytes < 2**20:
         raise ConfigError(f"--memory {memory} is {memory_bytes} bytes.", "Write it with its unit, as 80GB or 24GiB.")
     source = resolve_model(model, output.note)
