@@ -56,19 +56,20 @@ class Step:
         num_seqs = len(self.past_lens)
         width = max(len(table) for table in self.tables)
         seq_lens = [past + new for past, new in zip(self.past_lens, self.new_lens, strict=True)]
+        slots = range(num_seqs) if self.slots is None else self.slots
         rows = [
-            [past, total, *table, *[-1] * (width - len(table))]
-            for past, total, table in zip(self.past_lens, seq_lens, self.tables, strict=True)
+            [slot, past, total, *table, *[-1] * (width - len(table))]
+            for slot, past, total, table in zip(slots, self.past_lens, seq_lens, self.tables, strict=True)
         ]
         on_host = torch.tensor(rows, dtype=torch.int32)
         if device.type == "cuda":
             on_host = on_host.pin_memory()
         on_device = on_host.to(device, non_blocking=True)
         return Batch(
-            slots=torch.tensor(list(range(num_seqs)) if self.slots is None else self.slots, device=device),
-            page_table=on_device[:, 2:].contiguous(),
-            past_lens=on_device[:, 0].contiguous(),
-            seq_lens=on_device[:, 1].contiguous(),
+            slots=on_device[:, 0].long(),
+            page_table=on_device[:, 3:].contiguous(),
+            past_lens=on_device[:, 1].contiguous(),
+            seq_lens=on_device[:, 2].contiguous(),
             max_new_pages=self.max_new_pages,
         )
 
@@ -98,18 +99,26 @@ class Step:
 class PackedStep(Step):
     """A pass whose sequences lie one after the other in a single row, as the engine reads prompts: no padding."""
 
+    _indices: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
     @property
     def is_decode(self) -> bool:
         return False
 
     def compact(self, tokens: Tensor) -> Tensor:
         """Tokens ``[1, heads, num_tokens, head_dim]`` as ``[num_seqs, heads, n, head_dim]``, n of the longest."""
-        starts = torch.tensor([0, *self.new_lens[:-1]]).cumsum(0)
-        column = torch.arange(max(self.new_lens)).minimum(torch.tensor(self.new_lens)[:, None] - 1)
-        return tokens[0][:, (starts[:, None] + column).to(tokens.device)].transpose(0, 1)
+        return tokens[0][:, self._index(tokens.device)[0]].transpose(0, 1)
 
     def expand(self, compacted: Tensor) -> Tensor:
         """Inverse of `compact`."""
-        real = torch.arange(compacted.shape[2]) < torch.tensor(self.new_lens)[:, None]
-        rows, columns = (index.to(compacted.device) for index in real.nonzero(as_tuple=True))
-        return compacted[rows, :, columns].transpose(0, 1)[None]
+        return compacted.transpose(0, 1).flatten(1, 2)[:, self._index(compacted.device)[1]][None]
+
+    def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each ``[num_seqs, n]`` its token (past a sequence's end its last), of each token its place there; made
+        once for all layers."""
+        if device not in self._indices:
+            lens, column = torch.tensor(self.new_lens)[:, None], torch.arange(max(self.new_lens))
+            token = lens.cumsum(0) - lens + column.minimum(lens - 1)
+            place = (column < lens).flatten().nonzero()[:, 0]
+            self._indices[device] = token.to(device), place.to(device)
+        return self._indices[device]

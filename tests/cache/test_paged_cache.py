@@ -22,6 +22,7 @@ from kitty_runtime.models.geometry import layers_of
 from kitty_runtime.models.loading import cache_kwarg
 from kitty_runtime.ops.operands import SoftmaxSpec
 from kitty_runtime.profiles import layer_boosts
+from kitty_runtime.quant.rotation import rotate
 
 HEADS, GROUP, DIM, LAYERS = 2, 2, 32, 2
 SOFTMAX = SoftmaxSpec(DIM**-0.5)
@@ -273,6 +274,7 @@ def test_allocated_is_what_lives_and_used_is_the_formula(name, younger_tensors):
     config, num_seqs = preset(name), 2
     long, short, shorter = stream(num_seqs, 700), stream(num_seqs, 450, seed=1), stream(num_seqs, 130, seed=2)
     boosts = layer_boosts(layers_of(tiny_config()), config, None)
+    rotate(long.values)  # its matrix is made once in a process, for all caches
     younger_tensors.start()
     cache = PagedCache(config, boosts, num_seqs)
     lens, tokens, step = [700, 0], None, None
