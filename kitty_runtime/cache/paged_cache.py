@@ -143,7 +143,7 @@ class PagedCache:
 
     def _bytes(self, pages: list[int]) -> CacheBytes:
         states = [layer.state for layer in self.layers]
-        stats = [layer.query_sq_sum for layer in self.layers if layer.query_sq_sum is not None]
+        stats = [s.query_sq_sum for s in states if s.query_sq_sum is not None]
         return CacheBytes(
             pages=sum(pages),
             sinks=sum(s.k_sink.nbytes + s.v_sink.nbytes for s in states),

@@ -16,11 +16,11 @@ from kitty_runtime.ops.decode_attention.api import decode_attention
 from kitty_runtime.ops.extend_attention.api import extend_attention
 from kitty_runtime.ops.operands import Batch, LayerState, SoftmaxSpec
 from kitty_runtime.ops.quantize_page.api import quantize_pages
+from kitty_runtime.ops.rotate_values.api import rotate_values
 from kitty_runtime.ops.store_tokens.api import store_tokens
 from kitty_runtime.quant.affine import FP16_MAX
-from kitty_runtime.quant.boost import LayerBoost
+from kitty_runtime.quant.boost import LayerBoost, group_mean_sq
 from kitty_runtime.quant.packing import PageLayout
-from kitty_runtime.quant.rotation import rotate
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +53,9 @@ class PagedLayer:
             boost.num_boosted,
             keys.dtype,
         )
-        self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device)
-        self.query_sq_sum: Tensor | None = None
-        """``[num_seqs, num_kv_heads, head_dim]``: sum over positions of the group's mean squared query."""
-        if boost.needs_running_energy and config.quantizes:
-            compute = torch.promote_types(keys.dtype, torch.float32)
-            self.query_sq_sum = torch.zeros(num_seqs, num_kv_heads, head_dim, dtype=compute, device=keys.device)
+        running_energy = boost.needs_running_energy and config.quantizes
+        self.state = LayerState.allocate(layout, config.windows, num_seqs, keys.dtype, keys.device, running_energy)
         self._warned_saturation = False
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Every tensor that lives with the layer."""
-        return [*self.state.tensors, *([] if self.query_sq_sum is None else [self.query_sq_sum])]
 
     def ensure_pages(self, num_pages: int) -> None:
         """Grow the pages tensor to `num_pages`, contents kept."""
@@ -77,11 +68,10 @@ class PagedLayer:
     @torch.inference_mode(False)
     def reorder(self, rows: Tensor) -> None:
         """Sequence i becomes a copy of sequence ``rows[i]``; pages are shared, not copied."""
-        for name in ("k_sink", "v_sink", "k_ring", "v_ring"):
+        for name in ("k_sink", "v_sink", "k_ring", "v_ring", "query_sq_sum"):
             tensor = getattr(self.state, name)
-            setattr(self.state, name, tensor.index_select(0, rows.to(tensor.device)))
-        if self.query_sq_sum is not None:
-            self.query_sq_sum = self.query_sq_sum.index_select(0, rows.to(self.query_sq_sum.device))
+            if tensor is not None:
+                setattr(self.state, name, tensor.index_select(0, rows.to(tensor.device)))
 
     def attend(
         self,
@@ -128,15 +118,10 @@ class PagedLayer:
         state = self.state
         self._check_unless_costly(keys, values)
         values = self._rotated(values)
-        store_tokens(state, batch, keys, values)
-        if self.query_sq_sum is not None:
-            self.query_sq_sum.index_add_(0, batch.slots, self._group_mean_sq(query)[:, :, 0])
+        store_tokens(state, batch, keys, values, None if state.query_sq_sum is None else query)
         out = decode_attention(query[:, :, 0], state, batch, softmax)
         if batch.max_new_pages:
-            energy = None
-            if self.query_sq_sum is not None:
-                energy = (self.query_sq_sum[batch.slots] / batch.seq_lens[:, None, None]).sqrt()[:, None]
-            quantize_pages(state, batch, None, None, self.boost, energy, self.config.clip_search)
+            quantize_pages(state, batch, None, None, self.boost, clip_search=self.config.clip_search)
         return self._rotated(out)[:, :, None]
 
     def _extend(
@@ -160,16 +145,18 @@ class PagedLayer:
 
     def _extend_energy(self, step: Step, query: Tensor) -> Tensor | None:
         """Add these queries to the running sums; the energy at each packing threshold they cross, one per page."""
-        if self.query_sq_sum is None:
+        totals = self.state.query_sq_sum
+        if totals is None:
             return None
         windows, batch = step.windows, step.batch(query.device)
         begins = (batch.past_lens == 0)[:, None, None]  # a slot that a new sequence takes starts anew
-        before = self.query_sq_sum[batch.slots].masked_fill(begins, 0)[:, None]
-        sums = before + self._group_mean_sq(query).cumsum(2).transpose(1, 2)  # [num_seqs, n, num_kv_heads, head_dim]
+        before = totals[batch.slots].masked_fill(begins, 0)[:, None]
+        new = group_mean_sq(query, self.state.layout.num_kv_heads).transpose(1, 2)  # [num_seqs, n, num_kv_heads, head_dim]
+        sums = before + new.cumsum(1)
         row, past_lens = torch.arange(len(sums), device=sums.device), batch.past_lens.long()
         new_lens = batch.seq_lens - past_lens
         after = torch.where(new_lens[:, None, None] > 0, sums[row, new_lens - 1], before[:, 0])
-        self.query_sq_sum.index_copy_(0, batch.slots, after)
+        totals.index_copy_(0, batch.slots, after)
         page = windows.packed_pages(past_lens)[0][:, None] + torch.arange(batch.max_new_pages, device=sums.device)
         seen = windows.longest(page) + 1  # tokens when the page is packed; beyond this pass for pages that it lacks
         column = (seen - past_lens[:, None] - 1).clamp_max(sums.shape[1] - 1)
@@ -177,13 +164,7 @@ class PagedLayer:
 
     def _rotated(self, values: Tensor) -> Tensor:
         """Values before they are stored, or what attention made of stored ones, where the settings ask for it."""
-        return rotate(values) if self.config.v_hadamard else values
-
-    def _group_mean_sq(self, query: Tensor) -> Tensor:
-        """Mean squared query of each GQA group: ``[num_seqs, num_kv_heads, n, head_dim]``."""
-        num_seqs, _, n, head_dim = query.shape
-        groups = query.reshape(num_seqs, self.state.layout.num_kv_heads, -1, n, head_dim)
-        return groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
+        return rotate_values(values) if self.config.v_hadamard else values
 
     def _check_unless_costly(self, *tensors: Tensor) -> None:
         """On a GPU a look at the numbers would stop the stream, at every layer."""

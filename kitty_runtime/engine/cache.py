@@ -83,8 +83,7 @@ class EngineCache(Cache):  # type: ignore[misc]
     @property
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache."""
-        statistics = [layer.query_sq_sum for layer in self.paged_layers if layer.query_sq_sum is not None]
-        return [*(tensor for state in self._states for tensor in state.tensors), *statistics]
+        return [tensor for state in self._states for tensor in state.tensors]
 
     @property
     def _states(self) -> list[LayerState]:
@@ -97,12 +96,11 @@ class EngineCache(Cache):  # type: ignore[misc]
             return sum(tensor.nbytes for tensor in tensors) // self.num_slots
 
         states = self._states
-        statistics = [layer.query_sq_sum for layer in self.paged_layers if layer.query_sq_sum is not None]
         return CacheBytes(
             pages=num_pages * sum(layer.state.layout.page_bytes for layer in self.paged_layers),
             sinks=num_slots * sum(per_slot(s.k_sink, s.v_sink) for s in states),
             rings=num_slots * sum(per_slot(s.k_ring, s.v_ring) for s in states),
-            statistics=num_slots * per_slot(*statistics),
+            statistics=num_slots * sum(per_slot(s.query_sq_sum) for s in states if s.query_sq_sum is not None),
         )
 
 

@@ -51,6 +51,8 @@ class LayerState:
         k_sink, v_sink: model dtype ``[num_slots, num_kv_heads, sink_len, head_dim]``; position p at index p.
         k_ring, v_ring: model dtype ``[num_slots, num_kv_heads, ring_len, head_dim]``; position p at index
             ``(p - sink_len) % ring_len``, keys and values each with their own ring length.
+        query_sq_sum: fp32 or wider ``[num_slots, num_kv_heads, head_dim]``, sum over positions of the GQA group's mean
+            squared query; None where nothing asks for the running energy of queries.
     """
 
     layout: PageLayout
@@ -60,17 +62,28 @@ class LayerState:
     v_sink: Tensor
     k_ring: Tensor
     v_ring: Tensor
+    query_sq_sum: Tensor | None = None
 
     @staticmethod
     def allocate(
-        layout: PageLayout, windows: Windows, num_slots: int, dtype: torch.dtype, device: torch.device
+        layout: PageLayout,
+        windows: Windows,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        running_energy: bool = False,
     ) -> LayerState:
-        """Zero-filled sinks and rings for `num_slots` sequences, and no pages yet."""
+        """Zero-filled sinks, rings and, if `running_energy`, sums for `num_slots` sequences; no pages yet."""
 
         def buffer(tokens: int) -> Tensor:
             shape = (num_slots, layout.num_kv_heads, tokens, layout.head_dim)
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        sums = torch.zeros(
+            (num_slots, layout.num_kv_heads, layout.head_dim),
+            dtype=torch.promote_types(dtype, torch.float32),
+            device=device,
+        )
         return LayerState(
             layout=layout,
             windows=windows,
@@ -79,11 +92,13 @@ class LayerState:
             v_sink=buffer(windows.sink_len),
             k_ring=buffer(windows.k_ring_len),
             v_ring=buffer(windows.v_ring_len),
+            query_sq_sum=sums if running_energy else None,
         )
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.pages, self.k_sink, self.v_sink, self.k_ring, self.v_ring
+        sums = () if self.query_sq_sum is None else (self.query_sq_sum,)
+        return self.pages, self.k_sink, self.v_sink, self.k_ring, self.v_ring, *sums
 
 
 @dataclass(frozen=True)

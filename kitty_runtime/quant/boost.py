@@ -40,6 +40,18 @@ def query_score(keys: Tensor, query_energy: Tensor) -> Tensor:
     return (keys.amax(-2) - keys.amin(-2)) * query_energy
 
 
+def group_mean_sq(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Mean squared query of each GQA group, of which query energies are made.
+
+    Args:
+        query: ``[num_seqs, num_q_heads, n, head_dim]``, after RoPE.
+    Returns:
+        fp32 or wider ``[num_seqs, num_kv_heads, n, head_dim]``.
+    """
+    groups = query.unflatten(1, (num_kv_heads, -1))
+    return groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
+
+
 def choose_boosted(scores: Tensor, num_boosted: int) -> Tensor:
     """The `num_boosted` best channels, in ascending order; of equals, the lower channel wins.
 

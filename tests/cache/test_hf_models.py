@@ -296,7 +296,7 @@ def test_no_graph_grows_and_no_mask_is_misread():
     cache = KittyCache(model.config, preset("weighted"))
     ids = torch.randint(0, model.config.vocab_size, (1, 40))
     model(input_ids=ids, **arguments, **{cache_kwarg(model): cache})
-    assert not any(t.requires_grad for layer in cache.paged.layers for t in layer.tensors)
+    assert not any(t.requires_grad for layer in cache.paged.layers for t in layer.state.tensors)
     bidirectional = torch.ones(1, 1, 40, 40, dtype=torch.bool)
     with pytest.raises(UnsupportedOperationError, match="later ones"):
         model(

@@ -310,7 +310,7 @@ def test_no_full_length_keys_stay_alive_after_a_prefill(younger_tensors):
     cache = KittyCache(model.config, preset("kitty"))
     younger_tensors.start()
     model(input_ids=ids, logits_to_keep=1, use_cache=True, **{cache_kwarg(model): cache})
-    own = {t.untyped_storage().data_ptr() for layer in cache.paged.layers for t in layer.tensors}
+    own = {t.untyped_storage().data_ptr() for layer in cache.paged.layers for t in layer.state.tensors}
     other = {a: n for a, n in younger_tensors.storages().items() if a not in own}
     assert max(other.values(), default=0) < 900 * DIM * 4  # less than one head's keys
     assert cache.used_bytes().pages == 2 * 6 * HEADS * spec_of(preset("kitty")).head_bytes

@@ -26,6 +26,7 @@ from kitty_runtime.ops.decode_attention import triton as decode
 from kitty_runtime.ops.extend_attention import triton as extend
 from kitty_runtime.ops.operands import SoftmaxSpec
 from kitty_runtime.ops.quantize_page import triton as quantize
+from kitty_runtime.ops.rotate_values import triton as rotate
 from kitty_runtime.ops.store_tokens import triton as store
 from kitty_runtime.quant.boost import LayerBoost
 from kitty_runtime.quant.packing import PageLayout
@@ -62,6 +63,7 @@ RECORDERS = {
         (decode, "combine_kernel"),
         (extend, "_extend_kernel"),
         (quantize, "_quantize_kernel"),
+        (rotate, "_rotate_kernel"),
         (store, "_store_kernel"),
     )
 }
@@ -99,7 +101,7 @@ def compile_launch(launch: Recorder, capability: int) -> dict[str, int]:
 def record(layout: PageLayout, group: int, softmax: SoftmaxSpec, from_rings: bool) -> dict[str, Recorder]:
     """One decode step's launches, or for quantize one of a prompt."""
     windows = Windows(32, 64, 64)
-    state = random_state(layout, windows, num_slots=4, num_pages=4, seed=0)
+    state = random_state(layout, windows, num_slots=4, num_pages=4, seed=0, running_energy=not layout.dense)
     batch = random_batch(windows, [223] * 3, [1] * 3, num_slots=4, num_pages=4, seed=0)
     keys, values = random_tokens(layout, batch, seed=0)
     for (module, name), recorder in RECORDERS.items():
@@ -108,8 +110,9 @@ def record(layout: PageLayout, group: int, softmax: SoftmaxSpec, from_rings: boo
     decode.decode_attention(query, state, batch, softmax)
     queries = torch.zeros(3, query.shape[1], keys.shape[2], layout.head_dim, dtype=layout.dtype)
     extend.extend_attention(queries, keys, values, state, batch, softmax, read_packed=True)
-    store.store_tokens(state, batch, keys, values)
-    boost = LayerBoost("dynamic", layout.num_boosted)
+    store.store_tokens(state, batch, keys, values, None if layout.dense else queries)
+    rotate.rotate_values(values)
+    boost = LayerBoost("weighted" if from_rings else "dynamic", layout.num_boosted)
     quantize.quantize_pages(state, batch, *((None, None) if from_rings else (keys, values)), boost, None)
     return {name: recorder for (_, name), recorder in RECORDERS.items()}
 

@@ -103,14 +103,22 @@ def spread(state: LayerState, batch: Batch, slots: Tensor, first_page: int) -> t
 
 
 def random_state(
-    layout: PageLayout, windows: Windows, num_slots: int, num_pages: int, seed: int, device: torch.device | str = "cpu"
+    layout: PageLayout,
+    windows: Windows,
+    num_slots: int,
+    num_pages: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    running_energy: bool = False,
 ) -> LayerState:
-    """Every slot and every page holds random tokens."""
+    """Every slot and every page holds random tokens; sums of the running energy are those of very many."""
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
-    state = LayerState.allocate(layout, windows, num_slots, layout.dtype, device)
+    state = LayerState.allocate(layout, windows, num_slots, layout.dtype, device, running_energy)
     for name in UNPACKED:
         getattr(state, name).normal_(generator=generator)
+    if state.query_sq_sum is not None:
+        state.query_sq_sum.uniform_(1, 1000, generator=generator)
     shape = (num_pages, layout.page_bytes)
     pages = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
     if layout.dense:

@@ -64,7 +64,8 @@ def compare(state, batch, keys, values, boost, energy=None, clip_search=False):
 def check(layout, windows, policy, past, new, from_rings=False, change=None, clip_search=False):
     """Sequences of `past` tokens get `new` ones; `change` is applied to all tokens first, in place."""
     num_slots = len(past) + 2
-    state = random_state(layout, windows, num_slots, NUM_PAGES, seed=sum(past))
+    sums = from_rings and policy == "running"
+    state = random_state(layout, windows, num_slots, NUM_PAGES, seed=sum(past), running_energy=sums)
     batch = random_batch(windows, past, new, num_slots, NUM_PAGES, seed=sum(new))
     keys, values = random_tokens(layout, batch, seed=2)
     if change is not None:
@@ -72,7 +73,7 @@ def check(layout, windows, policy, past, new, from_rings=False, change=None, cli
             change(tokens)
     state = without_stale_slots(state, batch, stored=batch.seq_lens if from_rings else batch.past_lens)
     boost = make_boost(layout, policy)
-    energy = make_energy(boost, layout, batch)
+    energy = None if sums else make_energy(boost, layout, batch)
     if from_rings:
         keys, values = None, None
     changed = compare(state, batch, keys, values, boost, energy, clip_search)

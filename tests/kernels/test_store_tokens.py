@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from kernel_case import (
     BF16,
     DEVICE,
@@ -32,9 +33,9 @@ def check(windows, past, new, head_dim=32, dtype=F16):
     batch = random_batch(windows, past, new, num_slots, num_pages=16, seed=sum(past))
     keys, values = random_tokens(layout, batch, seed=1)
     expected, got = copy_to("cpu", state), copy_to(DEVICE, state)
-    reference.store_tokens(expected, batch, keys, values)
+    reference.store_tokens(expected, batch, keys, values, None)
     on_device = (x.to(DEVICE) for x in (keys, values))  # strides stay
-    kernel.store_tokens(got, copy_to(DEVICE, batch), *on_device)
+    kernel.store_tokens(got, copy_to(DEVICE, batch), *on_device, None)
     assert same(expected, got) == []
     assert bool(same(expected, state)) == any(new)
     assert all(bool(getattr(expected, name).isfinite().all()) for name in ("k_sink", "v_sink", "k_ring", "v_ring"))
@@ -74,3 +75,20 @@ def test_sequences_that_get_nothing():
 
 def test_passes_around_the_size_of_a_block():
     check(RECENT, [0, 3, 133], [15, 16, 17])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=label)
+@pytest.mark.parametrize(("head_dim", "group"), [(32, 1), (80, 3), (128, 4), (64, 7)])
+def test_queries_add_to_the_running_energy(head_dim, group, dtype):
+    layout = PageLayout(2, head_dim, 2, 2, 4, dtype)
+    state = random_state(layout, RECENT, num_slots=5, num_pages=4, seed=0, running_energy=True)
+    batch = random_batch(RECENT, [0, 9, 200], [1] * 3, num_slots=5, num_pages=4, seed=1)
+    keys, values = random_tokens(layout, batch, seed=2)
+    query = torch.randn(3, 1, 2 * group, head_dim, generator=torch.Generator().manual_seed(3)).to(dtype).transpose(1, 2)
+    expected, got = copy_to("cpu", state), copy_to(DEVICE, state)
+    reference.store_tokens(expected, batch, keys, values, query)
+    kernel.store_tokens(got, copy_to(DEVICE, batch), *(x.to(DEVICE) for x in (keys, values, query)))
+    assert same(expected, got) == []
+    torch.testing.assert_close(got.query_sq_sum.cpu(), expected.query_sq_sum, rtol=1e-6, atol=0)
+    changed = (expected.query_sq_sum != state.query_sq_sum).any(-1).any(-1)
+    assert changed.nonzero().flatten().tolist() == sorted(batch.slots.tolist())

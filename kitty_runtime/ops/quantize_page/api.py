@@ -31,7 +31,8 @@ def quantize_pages(
             rings; None when they are.
         boost: how boosted channels are chosen.
         energy: fp32 or wider ``[num_seqs, max_new_pages, num_kv_heads, head_dim]``, rms of the queries up to the
-            moment each page is packed; needed if ``boost.needs_running_energy``.
+            moment each page is packed, if ``boost.needs_running_energy``; None when the state's sums are those of
+            ``seq_lens`` tokens, as in decode.
         clip_search: give each key channel the clipped range that leaves the least squared error, see
             `kitty_runtime.quant.affine.choose_qparams`.
     Raises:
@@ -48,8 +49,10 @@ def quantize_pages(
     if not layout.dense and boost.num_boosted != layout.num_boosted:
         raise ShapeError(f"{boost.num_boosted} channels to boost for pages that hold {layout.num_boosted}")
     shape = (len(batch.slots), batch.max_new_pages, layout.num_kv_heads, layout.head_dim)
-    if boost.needs_running_energy and not layout.dense and (energy is None or energy.shape != shape):
-        raise ShapeError(f"energy is {None if energy is None else tuple(energy.shape)}, expected {shape}")
+    if energy is not None and energy.shape != shape:
+        raise ShapeError(f"energy is {tuple(energy.shape)}, expected {shape}")
+    if boost.needs_running_energy and not layout.dense and energy is None and state.query_sq_sum is None:
+        raise ShapeError("the boost needs the energy of queries, and the layer keeps no sums of it")
     if backend_for(state) == "triton":
         from kitty_runtime.ops.quantize_page import triton
 

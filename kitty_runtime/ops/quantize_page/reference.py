@@ -22,6 +22,8 @@ def quantize_pages(
     clip_search: bool = False,
 ) -> None:
     """See `kitty_runtime.ops.quantize_page.api.quantize_pages`."""
+    if energy is None and state.query_sq_sum is not None:
+        energy = (state.query_sq_sum[batch.slots] / batch.seq_lens[:, None, None]).sqrt()[:, None]
     spans = zip(batch.slots.tolist(), batch.past_lens.tolist(), batch.seq_lens.tolist(), strict=True)
     for row, (slot, past_len, seq_len) in enumerate(spans):
         k_before, v_before = state.windows.packed_pages(past_len)

@@ -147,6 +147,7 @@ def _write_keys(
     stored,
     token_stride,
     at_energy,
+    num_queries,
     at_ids,
     num_boosted,
     K_SCALE: tl.constexpr,
@@ -195,7 +196,9 @@ def _write_keys(
                 score = tl.sum(magnitude, 0)
             else:
                 score = tl.load(at_energy + d, mask=channel, other=0.0)
-                if POLICY == "range":
+                if POLICY == "running":
+                    score = tl.sqrt_rn(tl.math.div_rn(score, num_queries.to(tl.float32)))
+                if POLICY != "fixed":
                     score = score * (high - low)
             # Scores are not negative, so their bits rank as they do.
             key = tl.where(channel, score.to(tl.float32).to(tl.int32, bitcast=True), -1)
@@ -318,13 +321,14 @@ def _quantize_kernel(
             V_ZERO, V_RECENT, HAS_NEW, ALIGNED, DENSE, V4, HEAD_DIM, D,
         )  # fmt: skip
     else:
-        at_energy = energy + row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
+        energy_row = slot if POLICY == "running" else row
+        at_energy = energy + energy_row * e_row_stride + tl.program_id(0) * e_page_stride + head * e_head_stride
         at_ids = page_at + ids_at + head * ids_bytes
         new = new_keys + row * k_row_stride + head * k_head_stride - before * k_token_stride
         _write_keys(
-            at, k_ring + slot_head * (K_RECENT + PAGE), new, first, stored, k_token_stride, at_energy, at_ids,
-            num_boosted, K_SCALE, K_ZERO, K_HIGH, K_RECENT, HAS_NEW, ALIGNED, POLICY, CLIP_SEARCH, DENSE, K4, HEAD_DIM,
-            D,
+            at, k_ring + slot_head * (K_RECENT + PAGE), new, first, stored, k_token_stride, at_energy, seq_len,
+            at_ids, num_boosted, K_SCALE, K_ZERO, K_HIGH, K_RECENT, HAS_NEW, ALIGNED, POLICY, CLIP_SEARCH, DENSE, K4,
+            HEAD_DIM, D,
         )  # fmt: skip
 
 
@@ -340,7 +344,7 @@ def quantize_pages(
     """See `kitty_runtime.ops.quantize_page.api.quantize_pages`."""
     layout, windows = state.layout, state.windows
     num_seqs = len(batch.slots)
-    policy, scores, strides = _scores(boost, layout.head_dim, energy, state.pages.device)
+    policy, scores, strides = _scores(state, boost, energy)
     new = (keys, values) if keys is not None and values is not None else (state.k_ring, state.v_ring)
     offsets = {
         name: 0 if layout.dense else layout.offset(field)
@@ -381,9 +385,10 @@ def quantize_pages(
 
 
 def _scores(
-    boost: LayerBoost, head_dim: int, energy: Tensor | None, device: torch.device
+    state: LayerState, boost: LayerBoost, energy: Tensor | None
 ) -> tuple[str, Tensor, tuple[int, int, int]]:
     """How the kernel ranks channels, from what, and that tensor's strides over rows, pages and heads."""
+    head_dim, device = state.layout.head_dim, state.pages.device
     nothing = torch.empty(1, dtype=torch.float32, device=device)
     if boost.num_boosted in (0, head_dim):
         return "none", nothing, (0, 0, 0)
@@ -395,5 +400,7 @@ def _scores(
         return "magnitude", nothing, (0, 0, 0)
     if boost.query_energy is not None:
         return "range", boost.query_energy, (0, 0, head_dim)
-    assert energy is not None
-    return "range", energy, (energy.stride(0), energy.stride(1), energy.stride(2))
+    if energy is not None:
+        return "range", energy, (energy.stride(0), energy.stride(1), energy.stride(2))
+    assert state.query_sq_sum is not None
+    return "running", state.query_sq_sum, (state.query_sq_sum.stride(0), 0, head_dim)

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from kitty_runtime.ops.operands import Batch, LayerState
+from kitty_runtime.quant.boost import group_mean_sq
 
 
-def store_tokens(state: LayerState, batch: Batch, keys: Tensor, values: Tensor) -> None:
+def store_tokens(state: LayerState, batch: Batch, keys: Tensor, values: Tensor, query: Tensor | None) -> None:
     """See `kitty_runtime.ops.store_tokens.api.store_tokens`."""
+    if query is not None and state.query_sq_sum is not None:
+        state.query_sq_sum.index_add_(0, batch.slots, group_mean_sq(query, state.layout.num_kv_heads)[:, :, 0])
     if keys.shape[2] == 1:
         sink_len, past = state.windows.sink_len, batch.past_lens.long()
         added = batch.seq_lens > batch.past_lens
