@@ -21,7 +21,8 @@ from kitty_runtime.bench.load import Load, bench_load
 from kitty_runtime.bench.shapes import BenchMethod
 from kitty_runtime.config import preset
 from kitty_runtime.engine.cache import ENGINE_ATTENTION
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Request, SamplingParams
 from kitty_runtime.engine.sequence import Sequence
 from kitty_runtime.memory import runtime_bytes

@@ -13,7 +13,8 @@ from jinja2 import TemplateError
 from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.engine.defaults import sampling_params
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Event, FinishReason, Request, SamplingParams
 from kitty_runtime.errors import DataError, KittyError, MemoryLimitError
 from kitty_runtime.memory import sequence_bytes

@@ -60,7 +60,8 @@ def float64_engine_model():
 @pytest.fixture(scope="session")
 def make_engine():
     """An engine with exactly so many pages and slots."""
-    from kitty_runtime.engine.engine import Engine, EngineLimits
+    from kitty_runtime.engine.engine import Engine
+    from kitty_runtime.engine.limits import EngineLimits
 
     def make(model, config, num_pages=40, num_slots=6, profile=None, tokenizer=None, **limits):
         limits = EngineLimits(num_pages=num_pages, max_num_seqs=num_slots, **limits)

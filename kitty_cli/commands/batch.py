@@ -280,7 +280,8 @@ def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFla
     """Load what the flags name, and say on stderr which model, cache, profile, backend and sampling run."""
     from kitty_cli.batch_report import describe_sampling
     from kitty_runtime.batch.model import batch_model
-    from kitty_runtime.engine.engine import Engine, EngineLimits
+    from kitty_runtime.engine.engine import Engine
+    from kitty_runtime.engine.limits import EngineLimits
 
     opened = open_model(where)
     assert opened.tokenizer is not None

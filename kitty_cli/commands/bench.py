@@ -19,7 +19,7 @@ from kitty_runtime.errors import ConfigError, MemoryLimitError
 if TYPE_CHECKING:
     from kitty_runtime.bench.load import Load, LoadResult
     from kitty_runtime.bench.shapes import BenchMethod, Shape, ShapeResult
-    from kitty_runtime.engine.engine import EngineLimits
+    from kitty_runtime.engine.limits import EngineLimits
     from kitty_runtime.layer_kl import Progress
     from kitty_runtime.profiles import BoostProfile
 
@@ -103,7 +103,7 @@ def bench(
             if all(result.error for result in results):
                 raise typer.Exit(1)
         else:
-            from kitty_runtime.engine.engine import EngineLimits
+            from kitty_runtime.engine.limits import EngineLimits
 
             limits = EngineLimits(kv_bytes=kv_bytes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
             bench_report.show_load(report, work, _run_load(opened, methods, work, limits, progress), format)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from kitty_runtime.bench.metrics import RequestTimes, load_metrics
 from kitty_runtime.bench.passes import watched
 from kitty_runtime.bench.shapes import BenchMethod
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Request, SamplingParams
 from kitty_runtime.errors import DataError
 

@@ -12,7 +12,8 @@ import torch
 from kitty_runtime.bench.metrics import mean_and_sd
 from kitty_runtime.bench.passes import Passes, watched
 from kitty_runtime.config import CacheConfig
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Request, SamplingParams
 from kitty_runtime.errors import MemoryLimitError
 from kitty_runtime.profiles import BoostProfile

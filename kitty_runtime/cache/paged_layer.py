@@ -151,8 +151,8 @@ class PagedLayer:
         windows, batch = step.windows, step.batch(query.device)
         begins = (batch.past_lens == 0)[:, None, None]  # a slot that a new sequence takes starts anew
         before = totals[batch.slots].masked_fill(begins, 0)[:, None]
-        new = group_mean_sq(query, self.state.layout.num_kv_heads).transpose(1, 2)  # [num_seqs, n, num_kv_heads, head_dim]
-        sums = before + new.cumsum(1)
+        new = group_mean_sq(query, self.state.layout.num_kv_heads).transpose(1, 2)
+        sums = before + new.cumsum(1)  # [num_seqs, n, num_kv_heads, head_dim]
         row, past_lens = torch.arange(len(sums), device=sums.device), batch.past_lens.long()
         new_lens = batch.seq_lens - past_lens
         after = torch.where(new_lens[:, None, None] > 0, sums[row, new_lens - 1], before[:, 0])

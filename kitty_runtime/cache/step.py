@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kitty_runtime.config import Windows
 from kitty_runtime.ops.operands import Batch
+from kitty_runtime.ops.transfer import to_device
 
 
 @dataclass
@@ -61,10 +62,7 @@ class Step:
             [slot, past, total, *table, *[-1] * (width - len(table))]
             for slot, past, total, table in zip(slots, self.past_lens, seq_lens, self.tables, strict=True)
         ]
-        on_host = torch.tensor(rows, dtype=torch.int32)
-        if device.type == "cuda":
-            on_host = on_host.pin_memory()
-        on_device = on_host.to(device, non_blocking=True)
+        on_device = to_device(torch.tensor(rows, dtype=torch.int32), device)
         return Batch(
             slots=on_device[:, 0].long(),
             page_table=on_device[:, 3:].contiguous(),
@@ -120,5 +118,5 @@ class PackedStep(Step):
             lens, column = torch.tensor(self.new_lens)[:, None], torch.arange(max(self.new_lens))
             token = lens.cumsum(0) - lens + column.minimum(lens - 1)
             place = (column < lens).flatten().nonzero()[:, 0]
-            self._indices[device] = token.to(device), place.to(device)
+            self._indices[device] = to_device(token, device), to_device(place, device)
         return self._indices[device]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,12 +15,13 @@ from torch import Tensor
 from kitty_runtime.cache.paged_cache import CacheBytes
 from kitty_runtime.config import CacheConfig
 from kitty_runtime.engine.cache import EngineCache
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.pool_size import PoolSize, cache_cost, size_pool
 from kitty_runtime.engine.request import Event, FinishReason, Request, TokenLogprob
 from kitty_runtime.engine.runner import Runner
-from kitty_runtime.engine.sampler import NO_TOKEN, SamplingBatch, sample
+from kitty_runtime.engine.sampler import NO_TOKEN, Sampled, SamplingBatch, sample
 from kitty_runtime.engine.scheduler import Scheduler
-from kitty_runtime.engine.sequence import Sequence
+from kitty_runtime.engine.sequence import PENDING, Sequence
 from kitty_runtime.engine.text import TextStream
 from kitty_runtime.errors import ConfigError, DataError, KittyError, MemoryLimitError, NumericsError
 from kitty_runtime.memory import runtime_bytes
@@ -36,39 +36,6 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_SHARE = 0.25
 """Share of the free memory that the cache takes on a CPU, where other programs live too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLimits:
-    """What the engine may take.
-
-    Attributes:
-        gpu_memory_utilization: share of the GPU's memory for weights, cache and all else.
-        kv_bytes: bytes of the cache instead.
-        num_pages: pages of the pool instead, beside `max_num_seqs` slots.
-        max_num_seqs: sequences stored at once; fewer if the memory is small.
-        max_batch_tokens: tokens that a step reads at the most.
-        max_model_len: longest sequence in tokens; None = what the model was made for.
-        capture: replay decode steps as CUDA graphs.
-    """
-
-    gpu_memory_utilization: float = 0.9
-    kv_bytes: int | None = None
-    num_pages: int | None = None
-    max_num_seqs: int = 256
-    max_batch_tokens: int = 2048
-    max_model_len: int | None = None
-    capture: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}.", "Use a share above 0, up to 1."
-            )
-        for name in ("max_num_seqs", "max_batch_tokens", "kv_bytes", "num_pages", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}.", "Use 1 or more.")
 
 
 @dataclass
@@ -90,6 +57,15 @@ class Counters:
     generation_tokens: int = 0
     pages_used: int = 0
     pages_total: int = 0
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A pass whose tokens the host has not read: ``sequences[i]`` gets its choice as token number ``places[i]``."""
+
+    sequences: list[Sequence]
+    places: list[int]
+    sampled: Sampled
 
 
 class Engine:
@@ -135,7 +111,7 @@ class Engine:
             self.config, self.pool_size.num_pages, self.pool_size.num_slots, self.limits.max_batch_tokens
         )
         max_pages = min(self.pool_size.num_pages, self.scheduler.pages_for(self.max_model_len))
-        self.runner = Runner(model, self.cache, max_pages, self.limits.capture)
+        self.runner = Runner(model, self.cache, max_pages, self.limits.capture, self.limits.compiled)
         self._vocab_size = model.get_input_embeddings().weight.shape[0]
         self._sequences: dict[str, Sequence] = {}
         self._texts: dict[str, TextStream] = {}
@@ -144,6 +120,8 @@ class Engine:
         self.observe: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         """Entered around every pass, with ``prompts`` or ``decode``: for those who measure."""
         self._sampling: SamplingBatch | None = None
+        self._launched: list[_Launched] = []
+        self._runs_ahead = model.device.type == "cuda" if self.limits.run_ahead is None else self.limits.run_ahead
         self._counters = Counters(pages_total=self.pool_size.num_pages)
 
     def _kv_bytes(self) -> int:
@@ -161,7 +139,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._launched)
 
     @property
     def counters(self) -> Counters:
@@ -239,6 +217,7 @@ class Engine:
     def abandon(self) -> None:
         """Forget every request after a step was cut off, by an interrupt say: what is stored of it is not known."""
         self.runner.reset()
+        self._launched = []
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "aborted")
             self.drop_kept(sequence.id)
@@ -252,53 +231,80 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Schedule, run and sample once; what each request got."""
+        """Schedule, run and sample once; what each request got.
+
+        When the engine runs ahead, that is what the step before chose: its tokens are read while this step computes. A
+        sequence that they end has then been run once too often, which is forgotten.
+        """
+        events = [] if self._runs_ahead and not self._needs_tokens() else self._read_tokens()
         plan = self.scheduler.schedule()
         self._counters.num_steps += 1
-        events: list[Event] = []
+        launched: list[_Launched] = []
         if plan.prompts:
-            events += self._read_prompts(plan.prompts)
+            events += self._launch("prompts", [s for s, _ in plan.prompts], [n for _, n in plan.prompts], launched)
         if plan.decodes:
-            events += self._decode(plan.decodes)
-        return events
+            events += self._launch("decode", plan.decodes, [1] * len(plan.decodes), launched)
+        events += self._read_tokens()
+        self._launched = launched
+        return events if self._runs_ahead else events + self._read_tokens()
 
-    def _read_prompts(self, prompts: list[tuple[Sequence, int]]) -> list[Event]:
-        try:
-            with self.observe("prompts"):
-                logits = self.runner.read_prompts(prompts)
-            self._counters.prompt_tokens += sum(n for _, n in prompts)
-            rows = [row for row, (s, n) in enumerate(prompts) if s.num_unstored == n]
-            ready = [prompts[row][0] for row in rows]
-            sampled = self._sample(logits[rows], ready) if ready else []
-        except (NumericsError, torch.OutOfMemoryError) as problem:
-            return self._failed([s for s, _ in prompts], problem)
-        for sequence, n in prompts:
-            sequence.num_stored += n
-            sequence.alone = False
-        return [self._take(*choice) for choice in sampled]
+    def _needs_tokens(self) -> bool:
+        """Whether choosing the next tokens takes all those before on the host."""
+        return any(s.sampling.repetition_penalty != 1.0 for s in self.scheduler.running)
 
-    def _decode(self, sequences: list[Sequence]) -> list[Event]:
+    def _launch(
+        self, what: str, sequences: list[Sequence], counts: list[int], launched: list[_Launched]
+    ) -> list[Event]:
+        """Run a pass that reads the next ``counts[i]`` tokens of each sequence, and choose a token for those that have
+        no more: added to `launched`."""
         try:
-            with self.observe("decode"):
-                logits = self.runner.decode(sequences)
-            sampled = self._sample(logits, sequences)
+            with self.observe(what):
+                if what == "prompts":
+                    logits = self.runner.read_prompts(list(zip(sequences, counts, strict=True)))
+                else:
+                    logits = self.runner.decode(sequences)
+            rows = [row for row, s in enumerate(sequences) if s.num_unstored == counts[row]]
+            ready = [sequences[row] for row in rows]
+            if ready:
+                sampled = self._sample(logits if len(rows) == len(logits) else logits[rows], ready)
         except (NumericsError, torch.OutOfMemoryError) as problem:
             return self._failed(sequences, problem)
-        for sequence in sequences:
-            sequence.num_stored += 1
-        return [self._take(*choice) for choice in sampled]
+        for sequence, n in zip(sequences, counts, strict=True):
+            sequence.num_stored += n
+        if what == "prompts":
+            self._counters.prompt_tokens += sum(counts)
+            for sequence in sequences:
+                sequence.alone = False
+        if ready:
+            launched.append(_Launched(ready, [len(s.ids) for s in ready], sampled))
+        for sequence in ready:
+            sequence.ids.append(PENDING)
+        return []
 
-    def _sample(self, logits: Tensor, sequences: Rows[Sequence]) -> list[tuple[Sequence, int, TokenLogprob | None]]:
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Sampled:
         if self._sampling is None or self._sampling.sequences != tuple(sequences):
             self._sampling = SamplingBatch.of(sequences, logits.shape[-1], logits.device)
-        tokens, logprobs = sample(logits, self._sampling)
-        return list(zip(sequences, tokens, logprobs, strict=True))
+        sampled = sample(logits, self._sampling)
+        self.runner.remember(sequences, sampled.tokens)
+        return sampled
 
-    def _take(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> Event:
+    def _read_tokens(self) -> list[Event]:
+        """The events of what was launched before."""
+        events = []
+        for launched in self._launched:
+            for sequence, place, token, logprob in zip(
+                launched.sequences, launched.places, *launched.sampled.read(), strict=True
+            ):
+                if self._sequences.get(sequence.id) is sequence:
+                    events.append(self._take(sequence, place, token, logprob))
+        self._launched = []
+        return events
+
+    def _take(self, sequence: Sequence, place: int, token: int, logprob: TokenLogprob | None) -> Event:
         """A sequence gets a token: its text, and whether that ends it."""
         if token == NO_TOKEN:
             return self._finish(sequence, "error", error=_not_a_number())
-        sequence.ids.append(token)
+        sequence.ids[place] = token
         self._counters.generation_tokens += 1
         if token in sequence.sampling.stop_token_ids:
             return self._finish(sequence, "stop", token, logprob)
@@ -306,7 +312,7 @@ class Engine:
         text = "" if stream is None else stream.add(token)
         if stream is not None and stream.stopped:
             return self._finish(sequence, "stop", token, logprob, text)
-        if len(sequence.ids) >= sequence.max_len:
+        if place + 1 >= sequence.max_len:
             return self._finish(sequence, "length", token, logprob, text)
         return Event(sequence.id, token, text, logprob)
 
@@ -319,6 +325,8 @@ class Engine:
         text: str = "",
         error: KittyError | None = None,
     ) -> Event:
+        while sequence.ids[-1] == PENDING:
+            sequence.ids.pop()
         self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
         stream = self._texts.pop(sequence.id, None)

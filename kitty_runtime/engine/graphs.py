@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from kitty_runtime.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,7 +26,7 @@ class DecodeBuffers:
     """What a decode step reads.
 
     Attributes:
-        rows: int64 ``[3, batch_size]``: token ids, stored tokens, slots.
+        rows: int64 ``[3, batch_size]``: token ids, `PENDING` for those that were chosen last; stored tokens; slots.
         width: columns of the page table to read; None = all, whatever the lengths.
         max_new_pages: 1 if a sequence may complete a page, known on the device alone in a graph.
     """
@@ -46,11 +49,18 @@ class DecodeGraphs:
     Args:
         decode: logits ``[batch_size, vocab_size]`` of a step, from operations that can be captured.
         filler: a row of `DecodeBuffers` that belongs to no sequence.
+        compiled: entered while a step is captured, see `kitty_runtime.engine.compiled`.
     """
 
-    def __init__(self, decode: Callable[[DecodeBuffers], Tensor], filler: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[DecodeBuffers], Tensor],
+        filler: tuple[int, int, int],
+        compiled: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._decode = decode
         self._filler = filler
+        self._compiled = compiled
         self._captured: dict[int, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -66,12 +76,21 @@ class DecodeGraphs:
         if size not in self._captured:
             self._captured[size] = self._capture(rows)
         captured = self._captured[size]
-        captured.buffers.rows.copy_(rows.pin_memory(), non_blocking=True)
+        captured.buffers.rows.copy_(to_device(rows, captured.buffers.rows.device))
         captured.graph.replay()
         return captured.logits
 
     def _capture(self, rows: Tensor) -> _Captured:
         """Warm up and capture on filler rows alone: sequences are stepped by the replay."""
+        try:
+            with self._compiled():
+                return self._warm_up_and_capture(rows)
+        except torch._dynamo.exc.TorchDynamoException as problem:
+            logger.warning("the decode step is not compiled: %s", str(problem).strip().split("\n")[0])
+            self._compiled = nullcontext
+            return self._warm_up_and_capture(rows)
+
+    def _warm_up_and_capture(self, rows: Tensor) -> _Captured:
         logger.info("capturing the decode step of %d sequences", rows.shape[1])
         filler = torch.tensor([self._filler] * rows.shape[1]).T.contiguous()
         buffers = DecodeBuffers(filler.to("cuda"), width=None, max_new_pages=1)

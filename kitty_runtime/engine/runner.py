@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from kitty_runtime.cache.step import PackedStep
 from kitty_runtime.engine.cache import ENGINE_ATTENTION, EngineCache
+from kitty_runtime.engine.compiled import compiled_layers
 from kitty_runtime.engine.graphs import DecodeBuffers, DecodeGraphs, why_not_captured
-from kitty_runtime.engine.sequence import Sequence
+from kitty_runtime.engine.sequence import PENDING, Sequence
 from kitty_runtime.models.loading import cache_kwarg
 from kitty_runtime.ops.operands import Batch
+from kitty_runtime.ops.transfer import to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,21 +31,29 @@ class Runner:
         cache: with one slot more than sequences: the last is written by rows that only fill a batch up.
         max_pages: of one sequence.
         capture: replay decode steps as CUDA graphs where the device and the model allow it.
+        compiled: with their layers compiled.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: EngineCache, max_pages: int, capture: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: EngineCache, max_pages: int, capture: bool = True, compiled: bool = False
+    ) -> None:
         self.model = model
         self.cache = cache
         self.device = model.device
         self._filler = (0, 0, cache.num_slots - 1)
         self._table = torch.full((cache.num_slots, max(1, max_pages)), -1, dtype=torch.int32, device=self.device)
+        self._chosen = torch.zeros(cache.num_slots, dtype=torch.int64, device=self.device)
+        """Each slot's newest token, which the host may not have read."""
         self._on_device = [0] * cache.num_slots
         """Entries of each slot's row that the device has."""
         self._cache_argument = cache_kwarg(model)
         model.set_attn_implementation(ENGINE_ATTENTION)
         self.eager_reason = why_not_captured(model, self.device) if capture else "not asked for"
         """Why decode steps are not replayed as CUDA graphs; empty if they are."""
-        self._graphs = DecodeGraphs(self._decode, self._filler) if not self.eager_reason else None
+        self._graphs: DecodeGraphs | None = None
+        if not self.eager_reason:
+            around = partial(compiled_layers, model, cache) if compiled else nullcontext
+            self._graphs = DecodeGraphs(self._decode, self._filler, around)
 
     def read_prompts(self, prompts: Rows[tuple[Sequence, int]]) -> Tensor:
         """Read the next n tokens of each sequence, one after the other in one row.
@@ -64,8 +76,8 @@ class Runner:
         spans = list(zip(sequences, past_lens, counts, strict=True))
         ids = [token for s, past, n in spans for token in s.ids[past : past + n]]
         positions = [position for _, past, n in spans for position in range(past, past + n)]
-        input_ids, position_ids = torch.tensor([ids, positions]).to(self.device)[:, None].unbind(0)
-        last = torch.tensor(counts).cumsum(0).to(self.device) - 1
+        input_ids, position_ids = to_device(torch.tensor([ids, positions]), self.device)[:, None].unbind(0)
+        last = to_device(torch.tensor(counts).cumsum(0) - 1, self.device)
         return self._forward(input_ids, position_ids, last)[0]
 
     def decode(self, sequences: Rows[Sequence]) -> Tensor:
@@ -81,6 +93,10 @@ class Runner:
             return self._graphs.replay(on_host)[: len(sequences)]
         return self._decode(self._eager_buffers(on_host, sequences))
 
+    def remember(self, sequences: Rows[Sequence], tokens: Tensor) -> None:
+        """The tokens ``[num_seqs]`` that were chosen for sequences: their next decode step reads them on the device."""
+        self._chosen[to_device(torch.tensor([_slot(s) for s in sequences]), self.device)] = tokens
+
     def _rows(self, sequences: Rows[Sequence], size: int) -> Tensor:
         """See `DecodeBuffers.rows`; on the host, filled up to `size`."""
         token, num_stored, slot = ([number] * (size - len(sequences)) for number in self._filler)
@@ -94,11 +110,12 @@ class Runner:
         windows = self.cache.config.windows
         packs = any(windows.packed_pages(s.num_stored + 1) != windows.packed_pages(s.num_stored) for s in sequences)
         width = max(len(s.table) for s in sequences)
-        return DecodeBuffers(rows.to(self.device), width, max_new_pages=int(packs))
+        return DecodeBuffers(to_device(rows, self.device), width, max_new_pages=int(packs))
 
     def _decode(self, buffers: DecodeBuffers) -> Tensor:
         """One decode step on buffers: everything here is captured."""
         ids, past_lens, slots = buffers.rows.unbind(0)
+        ids = torch.where(ids == PENDING, self._chosen[slots], ids)
         lens = past_lens.to(torch.int32)
         table = self._table[slots]
         self.cache.step = Batch(
@@ -131,7 +148,7 @@ class Runner:
                 changes += [(slot, column, s.table[column]) for column in range(begin, len(s.table))]
                 self._on_device[slot] = len(s.table)
         if changes:
-            slots, columns, pages = torch.tensor(changes).T.contiguous().to(self.device).unbind(0)
+            slots, columns, pages = to_device(torch.tensor(changes).T.contiguous(), self.device).unbind(0)
             self._table[slots, columns] = pages.to(torch.int32)
 
     def reset(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kitty_runtime.engine.request import TokenLogprob
 from kitty_runtime.engine.sequence import Sequence
+from kitty_runtime.ops.transfer import OnTheWay, to_device
 
 NO_TOKEN = -1
 
@@ -52,20 +53,20 @@ class SamplingBatch:
         def column(values: list[float] | list[int], neutral: float, dtype: torch.dtype) -> Tensor | None:
             if all(value == neutral for value in values):
                 return None
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return to_device(torch.tensor(values, dtype=dtype), device)[:, None]
 
         sampled = [s for s in settings if not s.greedy]
-        seeds = [_seed(s) for s in sequences]
+        seeds = torch.tensor([[seed & _WORD, seed >> 32 & _WORD] for seed in map(_seed, sequences)])
         wanted = [s.num_logprobs for s in settings if s.num_logprobs is not None]
         return SamplingBatch(
             sequences=tuple(sequences),
-            greedy=torch.tensor([s.greedy for s in settings], device=device),
+            greedy=to_device(torch.tensor([s.greedy for s in settings]), device),
             temperature=column([1.0 if s.greedy else s.temperature for s in settings], 1.0, torch.float32),
             top_k=column([s.top_k or vocab_size for s in settings], vocab_size, torch.int64) if sampled else None,
             top_p=column([s.top_p for s in settings], 1.0, torch.float32) if sampled else None,
             min_p=column([s.min_p for s in settings], 0.0, torch.float32) if sampled else None,
             repetition_penalty=column([s.repetition_penalty for s in settings], 1.0, torch.float32),
-            seeds=torch.tensor([[s & _WORD, s >> 32 & _WORD] for s in seeds], device=device) if sampled else None,
+            seeds=to_device(seeds, device) if sampled else None,
             forbids=any(s.suppress_tokens or s.min_tokens for s in settings),
             max_logprobs=max(wanted, default=None),
         )
@@ -76,15 +77,39 @@ def _seed(sequence: Sequence) -> int:
     return sequence.arrival if sequence.sampling.seed is None else sequence.sampling.seed
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Choose a token per row.
+class Sampled:
+    """A pass's choices: on the device at once, for the host when it reads them.
 
-    Args:
-        logits: float ``[n, vocab_size]``.
-    Returns:
-        token ids, `NO_TOKEN` where a logit is NaN; and log-probabilities where asked for: of the model's own
-        distribution, before penalties, temperature and filters.
+    Attributes:
+        tokens: int64 ``[n]`` on the device; some token where a logit is NaN.
     """
+
+    def __init__(self, tokens: Tensor, is_nan: Tensor, batch: SamplingBatch, log_probs: Tensor | None) -> None:
+        self.tokens = tokens
+        self._batch = batch
+        found = [tokens.masked_fill(is_nan, NO_TOKEN)]
+        if log_probs is not None:
+            assert batch.max_logprobs is not None
+            top = log_probs.topk(min(batch.max_logprobs, log_probs.shape[-1]), dim=-1)
+            found += [log_probs.gather(-1, tokens[:, None])[:, 0], top.values, top.indices]
+        self._found = OnTheWay(*found)
+
+    def read(self) -> tuple[list[int], list[TokenLogprob | None]]:
+        """Token ids, `NO_TOKEN` where a logit is NaN; and log-probabilities where asked for: of the model's own
+        distribution, before penalties, temperature and filters."""
+        tokens, *logprobs = (tensor.tolist() for tensor in self._found.wait())
+        if not logprobs:
+            return tokens, [None] * len(tokens)
+        found: list[TokenLogprob | None] = []
+        for sequence, token, logprob, values, ids in zip(self._batch.sequences, tokens, *logprobs, strict=True):
+            count = sequence.sampling.num_logprobs
+            top = zip(ids[:count], values[:count], strict=True)
+            found.append(None if count is None else TokenLogprob(token, logprob, tuple(top)))
+        return tokens, found
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
+    """Choose a token per row of float ``[n, vocab_size]``."""
     logits = logits.float()
     own = logits
     if batch.repetition_penalty is not None:
@@ -93,13 +118,10 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
         logits = _forbid(logits, batch.sequences)
     highest, chosen = logits.max(-1)
     if batch.seeds is not None:
-        positions = torch.tensor([len(s.ids) for s in batch.sequences], device=logits.device)
+        positions = to_device(torch.tensor([len(s.ids) for s in batch.sequences]), logits.device)
         drawn = _draw(_filter(logits, batch), batch.seeds, positions)
         chosen = torch.where(batch.greedy, chosen, drawn)
-    logprobs: list[TokenLogprob | None] = [None] * len(batch.sequences)
-    if batch.max_logprobs is not None:
-        logprobs = _logprobs(own, chosen, batch)
-    return chosen.masked_fill(highest.isnan(), NO_TOKEN).tolist(), logprobs
+    return Sampled(chosen, highest.isnan(), batch, None if batch.max_logprobs is None else own.log_softmax(-1))
 
 
 def _penalize(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -124,8 +146,8 @@ def _forbid(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
         forbidden += [(row, token) for token in (*s.sampling.suppress_tokens, *early)]
     if not forbidden:
         return logits
-    rows, tokens = torch.tensor(forbidden, device=logits.device).T
-    return logits.index_put((rows, tokens), torch.tensor(float("-inf"), device=logits.device))
+    rows, tokens = to_device(torch.tensor(forbidden).T.contiguous(), logits.device).unbind(0)
+    return logits.index_put((rows, tokens), torch.full((), float("-inf"), device=logits.device))
 
 
 def _filter(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -162,20 +184,3 @@ def _mix(word: Tensor) -> Tensor:
     word = ((word ^ word >> 16) * 0x85EBCA6B) & _WORD
     word = ((word ^ word >> 13) * 0xC2B2AE35) & _WORD
     return word ^ word >> 16
-
-
-def _logprobs(logits: Tensor, chosen: Tensor, batch: SamplingBatch) -> list[TokenLogprob | None]:
-    assert batch.max_logprobs is not None
-    log_probs = logits.log_softmax(-1)
-    of_chosen = log_probs.gather(-1, chosen[:, None])[:, 0].tolist()
-    top = log_probs.topk(min(batch.max_logprobs, log_probs.shape[-1]), dim=-1)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    found: list[TokenLogprob | None] = []
-    for row, (sequence, token) in enumerate(zip(batch.sequences, chosen.tolist(), strict=True)):
-        count = sequence.sampling.num_logprobs
-        if count is None:
-            found.append(None)
-        else:
-            pairs = zip(ids[row][:count], values[row][:count], strict=True)
-            found.append(TokenLogprob(token, of_chosen[row], tuple(pairs)))
-    return found

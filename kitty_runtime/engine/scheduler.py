@@ -78,7 +78,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Choose the next step and assign the pages that it completes; see the module's docstring for the rules."""
         plan = Plan()
-        decoding = [s for s in self.running if s.decodes]
+        decoding = [s for s in self.running if s.decodes and not s.is_full]
         for sequence in [s for s in decoding if s.alone][:1] or decoding:
             fits = sequence.num_stored < sequence.capacity  # nearly always
             if sequence.slot is not None and (fits or self._extend(sequence, 1, plan)):
@@ -93,7 +93,7 @@ class Scheduler:
 
     def _read_running(self, plan: Plan, budget: int) -> int:
         """Go on with prompts that are partly read; returns what is left of the budget."""
-        for sequence in [s for s in self.running if not s.decodes]:
+        for sequence in [s for s in self.running if not s.decodes and not s.is_full]:
             if sequence.slot is None or not self._may_join(sequence, plan, budget):
                 continue
             n = min(sequence.num_unstored, budget)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from kitty_runtime.engine.request import Request, SamplingParams
 
+PENDING = -1
+"""Stands in `Sequence.ids` for a token that is chosen on the device and that the host has not read yet."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -13,7 +16,7 @@ class Sequence:
 
     Attributes:
         arrival: number of the request; the order in which sequences are served and the reverse of preemption.
-        ids: prompt and generated tokens.
+        ids: prompt and generated tokens; the last two may be `PENDING`.
         num_stored: how many of them have their keys and values in the cache.
         slot: row in sinks and rings; None = nothing is stored.
         table: page ids, in order; capacity: tokens that can be stored before another is needed.
@@ -52,3 +55,8 @@ class Sequence:
     def decodes(self) -> bool:
         """Whether its next pass reads one token behind stored ones."""
         return 0 < self.num_stored == len(self.ids) - 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all its tokens, the last of them perhaps not read by the host."""
+        return len(self.ids) >= self.max_len

@@ -49,7 +49,8 @@ def group_mean_sq(query: Tensor, num_kv_heads: int) -> Tensor:
         fp32 or wider ``[num_seqs, num_kv_heads, n, head_dim]``.
     """
     groups = query.unflatten(1, (num_kv_heads, -1))
-    return groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
+    mean_sq: Tensor = groups.to(torch.promote_types(query.dtype, torch.float32)).square().mean(2)
+    return mean_sq
 
 
 def choose_boosted(scores: Tensor, num_boosted: int) -> Tensor:

@@ -14,7 +14,8 @@ from kitty_runtime.bench.load import Load, bench_load, make_requests
 from kitty_runtime.bench.metrics import RequestTimes, load_metrics, mean_and_sd, percentile
 from kitty_runtime.bench.shapes import BenchMethod, Shape, bench_shape
 from kitty_runtime.config import preset
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.errors import DataError, MemoryLimitError
 
 METHODS = {"weighted": BenchMethod(preset("weighted")), "16": BenchMethod(preset("16"))}

@@ -12,8 +12,10 @@ from tiny_models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM
 
 from kitty_runtime.config import CacheConfig, preset
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.compiled import compiled_layers, decoder_layers
+from kitty_runtime.engine.engine import Engine
 from kitty_runtime.engine.graphs import DecodeBuffers
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Request, SamplingParams
 from kitty_runtime.errors import ConfigError, DataError, MemoryLimitError, NumericsError, UnsupportedModelError
 from kitty_runtime.models.demo import demo_model_dir
@@ -31,20 +33,20 @@ def check_equal_to_one_by_one(engine, model, config, requests, rng):
     assert engine.counters.generation_tokens == sum(map(len, tokens.values()))
 
 
-@pytest.mark.parametrize("name", ["weighted", "kitty", "16", "kv4"])
-def test_mixed_requests(float64_engine_model, make_engine, name):
-    config = preset(name)
-    engine = make_engine(float64_engine_model, config, num_pages=14, max_batch_tokens=300, max_model_len=1400)
+@pytest.mark.parametrize(("name", "run_ahead"), [("weighted", True), ("kitty", False), ("16", True), ("kv4", False)])
+def test_mixed_requests(float64_engine_model, make_engine, name, run_ahead):
+    config, limits = preset(name), {"max_batch_tokens": 300, "max_model_len": 1400, "run_ahead": run_ahead}
+    engine = make_engine(float64_engine_model, config, num_pages=14, **limits)
     requests = random_requests(24, longest=1000, max_new=40, seed=1)
     check_equal_to_one_by_one(engine, float64_engine_model, config, requests, random.Random(2))
     assert engine.counters.prompt_tokens >= sum(len(r.prompt_ids) for r in requests)
 
 
-@pytest.mark.parametrize("name", ["weighted", "kitty"])
-def test_preempted_requests(float64_engine_model, make_engine, name):
+@pytest.mark.parametrize(("name", "run_ahead"), [("weighted", True), ("kitty", False)])
+def test_preempted_requests(float64_engine_model, make_engine, name, run_ahead):
     """Four answers that outgrow the pool together: the youngest give their pages back and start over."""
     config = preset(name)
-    engine = make_engine(float64_engine_model, config, num_pages=2, max_model_len=300)
+    engine = make_engine(float64_engine_model, config, num_pages=2, max_model_len=300, run_ahead=run_ahead)
     sampling = SamplingParams(max_tokens=170, temperature=0)
     requests = [Request(str(i), tuple(random_ids(70 + i, seed=i).tolist()), sampling) for i in range(4)]
     check_equal_to_one_by_one(engine, float64_engine_model, config, requests, None)
@@ -55,7 +57,7 @@ def test_preempted_requests(float64_engine_model, make_engine, name):
 def test_two_hundred_requests(float64_engine_model, make_engine):
     """Ten that begin short and grow by two pages share a pool of twelve, among 190 of all lengths."""
     config = CacheConfig()
-    engine = make_engine(float64_engine_model, config, num_pages=12, num_slots=10, max_batch_tokens=512)
+    engine = make_engine(float64_engine_model, config, num_pages=12, num_slots=10, max_batch_tokens=512, run_ahead=True)
     growing = SamplingParams(max_tokens=290, temperature=0)
     requests = [Request(f"grows-{i}", tuple(random_ids(70, seed=i).tolist()), growing) for i in range(10)]
     requests += random_requests(190, longest=1500, max_new=16, seed=3)
@@ -151,12 +153,13 @@ def test_refused_requests(float64_engine_model, make_engine):
     assert last["b"].finish_reason == "length"
 
 
-def test_stop_and_minimum(float64_engine_model, make_engine):
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_stop_and_minimum(float64_engine_model, make_engine, run_ahead):
     free = Request("free", tuple(random_ids(50).tolist()), GREEDY)
     tokens = one_by_one(float64_engine_model, CacheConfig(), free)
     end = tokens[4]
     first = tokens.index(end)
-    engine = make_engine(float64_engine_model, CacheConfig())
+    engine = make_engine(float64_engine_model, CacheConfig(), run_ahead=run_ahead)
     stopping = Request("stops", free.prompt_ids, replace(GREEDY, stop_token_ids=(end,)))
     late = Request("late", free.prompt_ids, replace(GREEDY, stop_token_ids=(end,), min_tokens=first + 3))
     found, last = run(engine, [stopping, late])
@@ -166,10 +169,12 @@ def test_stop_and_minimum(float64_engine_model, make_engine):
     assert len(found["late"]) > first + 1
 
 
-@pytest.mark.parametrize("error", [NumericsError("layer 0 is NaN"), torch.OutOfMemoryError("no memory")])
-def test_a_failing_request_fails_alone(float64_engine_model, make_engine, monkeypatch, error):
+@pytest.mark.parametrize(
+    ("error", "run_ahead"), [(NumericsError("layer 0 is NaN"), False), (torch.OutOfMemoryError("no memory"), True)]
+)
+def test_a_failing_request_fails_alone(float64_engine_model, make_engine, monkeypatch, error, run_ahead):
     """A pass with one request in it fails, whatever else is in it: the others are answered as if alone."""
-    engine = make_engine(float64_engine_model, CacheConfig())
+    engine = make_engine(float64_engine_model, CacheConfig(), run_ahead=run_ahead)
     requests = [Request(str(i), tuple(random_ids(100, seed=i).tolist()), GREEDY) for i in range(4)]
     bad = requests[2].prompt_ids
     read_prompts = engine.runner.read_prompts
@@ -197,6 +202,63 @@ def test_nan_weights_are_an_error_of_the_request(make_engine):
     last = run(engine, [Request("a", (5, 6), GREEDY)])[1]
     assert last["a"].finish_reason == "error"
     assert "NaN" in str(last["a"].error)
+
+
+def test_running_ahead_is_one_step_late(float64_engine_model, make_engine):
+    engine = make_engine(float64_engine_model, CacheConfig(), run_ahead=True)
+    request = Request("a", tuple(random_ids(30).tolist()), replace(GREEDY, max_tokens=3))
+    engine.add(request)
+    events = []
+    while engine.has_work:
+        events.append([event.token_id for event in engine.step()])
+    tokens = one_by_one(float64_engine_model, CacheConfig(), request)
+    assert events == [[], *([token] for token in tokens)]  # and no pass for a fourth token
+    assert engine.counters.num_steps == 4
+
+
+def test_an_answer_that_ended_while_running_ahead_goes_on(float64_engine_model, make_engine):
+    """Its last pass was one too many; what that stored is true all the same."""
+    free = Request("free", tuple(random_ids(150).tolist()), GREEDY)
+    tokens = one_by_one(float64_engine_model, CacheConfig(), free)
+    engine = make_engine(float64_engine_model, CacheConfig(), run_ahead=True)
+    first = replace(free, sampling=replace(GREEDY, stop_token_ids=(tokens[7],)), keep=True)
+    answer = run(engine, [first])[0]["free"]
+    assert answer == tokens[: tokens.index(tokens[7]) + 1]
+    kept = engine.scheduler.kept["free"]
+    assert (kept.num_stored, kept.ids) == (150 + len(answer), [*free.prompt_ids, *answer])
+    again = Request("again", (*kept.ids, 5), GREEDY, continues="free")
+    assert run(engine, [again])[0]["again"] == one_by_one(float64_engine_model, CacheConfig(), again)
+
+
+def test_what_needs_the_tokens_waits_for_them(float64_engine_model, make_engine):
+    """A repetition penalty looks at all tokens: beside it nobody runs ahead, and answers are the same."""
+    penalized = replace(GREEDY, repetition_penalty=1.7)
+    requests = [Request(str(i), tuple(random_ids(40, seed=i).tolist()), (GREEDY, penalized)[i % 2]) for i in range(4)]
+    ahead, behind = (
+        run(make_engine(float64_engine_model, CacheConfig(), run_ahead=run_ahead), requests, random.Random(8))[0]
+        for run_ahead in (True, False)
+    )
+    assert ahead == behind
+    assert ahead["0"] == one_by_one(float64_engine_model, CacheConfig(), requests[0])
+    assert ahead["1"] != one_by_one(float64_engine_model, CacheConfig(), requests[1])
+
+
+def test_compiled_layers_compute_the_same(make_engine):
+    """One compilation for a batch of one and one for all others, whatever the layer, the cache and the capture."""
+    model = tiny_model(dtype=torch.float64, num_hidden_layers=3)
+    torch._dynamo.utils.counters.clear()
+    for config in (CacheConfig(), preset("16")):
+        engine = make_engine(model, config)
+        for size in (1, 2, 5):
+            rows = torch.tensor([[7] * size, [0] * size, list(range(size))])
+            with torch.inference_mode():
+                expected = engine.runner._decode(DecodeBuffers(rows, None, 1)).clone()
+                with compiled_layers(model, engine.cache, backend="eager"):
+                    found = engine.runner._decode(DecodeBuffers(rows, None, 1))
+            torch.testing.assert_close(found, expected)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 2 <= graphs <= 2 * 6  # per layer of a kind a few pieces, not per layer
+    assert all(layer._compiled_call_impl is None for layer in decoder_layers(model))
 
 
 def test_a_step_on_the_buffers_of_a_graph(float64_engine_model, make_engine):

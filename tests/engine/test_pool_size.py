@@ -7,7 +7,8 @@ import torch
 from tiny_models import tiny_config, tiny_model
 
 from kitty_runtime.config import PRESETS, preset
-from kitty_runtime.engine.engine import Engine, EngineLimits
+from kitty_runtime.engine.engine import Engine
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.pool_size import cache_cost, size_pool
 from kitty_runtime.errors import MemoryLimitError
 from kitty_runtime.models.geometry import layers_of

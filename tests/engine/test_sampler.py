@@ -14,8 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kitty_runtime.engine import sampler
 from kitty_runtime.engine.request import Request, SamplingParams
-from kitty_runtime.engine.sampler import NO_TOKEN, SamplingBatch, _filter, sample
+from kitty_runtime.engine.sampler import NO_TOKEN, SamplingBatch, _filter
 from kitty_runtime.engine.sequence import Sequence
 from kitty_runtime.errors import ConfigError
 
@@ -28,6 +29,11 @@ def sequence(number=0, ids=(3, 4, 4), **sampling):
 
 def batch_of(*sequences, vocab=VOCAB):
     return SamplingBatch.of(sequences, vocab, torch.device("cpu"))
+
+
+def sample(logits, batch):
+    """Tokens and log-probabilities."""
+    return sampler.sample(logits, batch).read()
 
 
 def logits_of(rows, seed=0, vocab=VOCAB):

@@ -384,9 +384,7 @@ def quantize_pages(
     )  # fmt: skip
 
 
-def _scores(
-    state: LayerState, boost: LayerBoost, energy: Tensor | None
-) -> tuple[str, Tensor, tuple[int, int, int]]:
+def _scores(state: LayerState, boost: LayerBoost, energy: Tensor | None) -> tuple[str, Tensor, tuple[int, int, int]]:
     """How the kernel ranks channels, from what, and that tensor's strides over rows, pages and heads."""
     head_dim, device = state.layout.head_dim, state.pages.device
     nothing = torch.empty(1, dtype=torch.float32, device=device)

@@ -10,9 +10,7 @@ from kitty_runtime.ops.operands import Batch, LayerState
 from kitty_runtime.ops.store_tokens import reference
 
 
-def store_tokens(
-    state: LayerState, batch: Batch, keys: Tensor, values: Tensor, query: Tensor | None = None
-) -> None:
+def store_tokens(state: LayerState, batch: Batch, keys: Tensor, values: Tensor, query: Tensor | None = None) -> None:
     """Write new tokens to their sink or ring slots; of tokens that share a slot the newest stays.
 
     Args:
