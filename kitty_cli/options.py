@@ -41,6 +41,13 @@ DtypeName = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code from the model's repository.", rich_help_panel=_MODEL)
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile the model's layers for decode steps, on CUDA: faster steps, a start of some 15 seconds more.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 Preset = Annotated[str | None, typer.Option(help=f"Cache settings: {', '.join(PRESETS)}.", rich_help_panel=_CACHE)]

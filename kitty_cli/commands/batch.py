@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 from kitty_cli import options, output
 from kitty_cli.commands.chat import interruptible
 from kitty_cli.open_model import ModelFlags, open_model
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ WAITING_PER_SEQ = 4
 _SUFFIXES = (".jsonl", ".ndjson", ".json")
 _OUTPUT = "Output"
 _ENGINE = "Engine"
-
-
-@dataclass(frozen=True)
-class _EngineFlags:
-    """How large the engine may get."""
-
-    gpu_memory_utilization: float
-    kv_bytes: int | None
-    max_num_seqs: int
-    max_batch_tokens: int
 
 
 def batch(
@@ -110,6 +100,7 @@ def batch(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Rows at once.", min=1, rich_help_panel=_ENGINE)] = 256,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1, rich_help_panel=_ENGINE)] = 2048,
+    compiled: options.Compile = True,
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -128,7 +119,13 @@ def batch(
     }
     options.check_sampling(asked)
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
-    flags = _EngineFlags(gpu_memory_utilization, options.size_in_bytes(kv_bytes), max_num_seqs, max_batch_tokens)
+    limits = EngineLimits(
+        gpu_memory_utilization=gpu_memory_utilization,
+        kv_bytes=options.size_in_bytes(kv_bytes),
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        compiled=compiled,
+    )
     where = ModelFlags(model, config, profile, device, dtype, trust_remote_code)
     source_path, out_path = _paths(source, input_file, output_file)
     resume = resume or retry_failed
@@ -142,7 +139,7 @@ def batch(
 
     def load() -> tuple[BatchEngine, BatchModel]:
         nonlocal begun
-        opened = _open(where, asked, seed, flags)
+        opened = _open(where, asked, seed, limits)
         begun = True
         return opened
 
@@ -276,12 +273,11 @@ def _beside(source: Path) -> Path:
     return source.with_name(f"{stem}.out.jsonl")
 
 
-def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFlags) -> tuple[BatchEngine, BatchModel]:
+def _open(where: ModelFlags, asked: dict[str, Any], seed: int, limits: EngineLimits) -> tuple[BatchEngine, BatchModel]:
     """Load what the flags name, and say on stderr which model, cache, profile, backend and sampling run."""
     from kitty_cli.batch_report import describe_sampling
     from kitty_runtime.batch.model import batch_model
     from kitty_runtime.engine.engine import Engine
-    from kitty_runtime.engine.limits import EngineLimits
 
     opened = open_model(where)
     assert opened.tokenizer is not None
@@ -289,5 +285,4 @@ def _open(where: ModelFlags, asked: dict[str, Any], seed: int, flags: _EngineFla
         opened.name, opened.model, opened.tokenizer, opened.geometry, where.config, opened.profile, asked, seed
     )
     output.note(f"sampling where a line says nothing: {describe_sampling(model.sampling(model.asked), seed)}")
-    limits = EngineLimits(**asdict(flags))
     return Engine(opened.model, opened.tokenizer, where.config, opened.profile, limits), model

@@ -14,12 +14,12 @@ from kitty_cli import options, output
 from kitty_cli.open_model import ModelFlags, OpenedModel, note_what_runs, open_model
 from kitty_runtime.config import PRESETS, CacheConfig
 from kitty_runtime.config import preset as preset_named
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.errors import ConfigError, MemoryLimitError
 
 if TYPE_CHECKING:
     from kitty_runtime.bench.load import Load, LoadResult
     from kitty_runtime.bench.shapes import BenchMethod, Shape, ShapeResult
-    from kitty_runtime.engine.limits import EngineLimits
     from kitty_runtime.layer_kl import Progress
     from kitty_runtime.profiles import BoostProfile
 
@@ -62,6 +62,7 @@ def bench(
         ),
     ] = None,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 2048,
+    compiled: options.Compile = True,
     baseline: Annotated[bool, typer.Option(help="Measure 16 bits too.")] = True,
     load_format: Annotated[LoadFormat, typer.Option(help="dummy: random weights, only the config is read.")] = "auto",
     format: Annotated[Format, typer.Option(help="table, json, md or csv.")] = "table",
@@ -93,19 +94,20 @@ def bench(
     _check_context(work, opened.geometry.max_position_embeddings)
     kv_bytes = None if memory_bytes is None else _kv_bytes(opened, memory_bytes)
 
+    limits = EngineLimits(
+        kv_bytes=kv_bytes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, compiled=compiled
+    )
+
     from kitty_cli import bench_report
 
     report = bench_report.start(opened, methods, memory_bytes, kv_bytes, _command())
     with output.progress() as progress:
         if isinstance(work, list):
-            results = _run_shapes(opened, methods, work, repetitions, max_batch_tokens, progress)
+            results = _run_shapes(opened, methods, work, repetitions, limits, progress)
             bench_report.show_shapes(report, results, format)
             if all(result.error for result in results):
                 raise typer.Exit(1)
         else:
-            from kitty_runtime.engine.limits import EngineLimits
-
-            limits = EngineLimits(kv_bytes=kv_bytes, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens)
             bench_report.show_load(report, work, _run_load(opened, methods, work, limits, progress), format)
 
 
@@ -114,7 +116,7 @@ def _run_shapes(
     methods: dict[str, BenchMethod],
     shapes: list[Shape],
     repetitions: int,
-    max_batch_tokens: int,
+    limits: EngineLimits,
     progress: Progress,
 ) -> list[ShapeResult]:
     from kitty_runtime.bench.shapes import bench_shape
@@ -128,7 +130,7 @@ def _run_shapes(
 
     progress("turns", 0, total)
     for shape in shapes:
-        results += bench_shape(opened.model, methods, shape, repetitions, max_batch_tokens, on_turn)
+        results += bench_shape(opened.model, methods, shape, repetitions, limits, on_turn)
     return results
 
 

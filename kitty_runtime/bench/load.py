@@ -15,6 +15,7 @@ from kitty_runtime.bench.shapes import BenchMethod
 from kitty_runtime.engine.engine import Engine
 from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import Request, SamplingParams
+from kitty_runtime.engine.scheduler import MAX_PROMPTS
 from kitty_runtime.errors import DataError
 
 if TYPE_CHECKING:
@@ -128,13 +129,16 @@ def bench_load(
 
 
 def _warm_up(engine: Engine, requests: Sequence[tuple[float, Request]]) -> None:
-    """Kernels compile and the decode step is captured at every batch size that the load can reach."""
+    """Kernels compile, for prompts as long as the load's, and the decode step is captured at every batch size that it
+    can reach."""
     size = 1
     most = min(len(requests), engine.pool_size.num_slots)
+    fits = engine.pool_size.longest_sequence - 2
     while True:
         sampling = SamplingParams(max_tokens=2, temperature=0.0)
         for number in range(min(size, most)):
-            engine.add(Request(f"warm-up-{number}", requests[number][1].prompt_ids[:8], sampling))
+            prompt_ids = requests[number][1].prompt_ids[: fits if size <= MAX_PROMPTS else 8]
+            engine.add(Request(f"warm-up-{number}", prompt_ids, sampling))
         while engine.has_work:
             engine.step()
         if size >= most:

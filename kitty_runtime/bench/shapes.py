@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +75,7 @@ def bench_shape(
     methods: Mapping[str, BenchMethod],
     shape: Shape,
     repetitions: int,
-    max_batch_tokens: int = 2048,
+    limits: EngineLimits | None = None,
     on_turn: Callable[[], None] = lambda: None,
 ) -> list[ShapeResult]:
     """Measure every method on one shape, in turns; the first turn of each warms up and is not counted.
@@ -84,15 +84,16 @@ def bench_shape(
     has an `error`.
 
     Args:
+        limits: pages and sequences are those of the shape.
         on_turn: called after each method's turn, ``len(methods) * (repetitions + 1)`` times if all fit.
     """
     try:
-        engines = {name: _open(model, method, shape, max_batch_tokens) for name, method in methods.items()}
+        engines = {name: _open(model, method, shape, limits or EngineLimits()) for name, method in methods.items()}
     except (MemoryLimitError, torch.OutOfMemoryError) as problem:
         if len(methods) == 1:
             return [ShapeResult(name, shape, error=str(problem).splitlines()[0]) for name in methods]
         alone = [{name: method} for name, method in methods.items()]
-        return [r for one in alone for r in bench_shape(model, one, shape, repetitions, max_batch_tokens, on_turn)]
+        return [r for one in alone for r in bench_shape(model, one, shape, repetitions, limits, on_turn)]
     results = {name: ShapeResult(name, shape, kv_bytes=e.pool_size.total_bytes) for name, e in engines.items()}
     for turn in range(repetitions + 1):
         for name, engine in engines.items():
@@ -102,11 +103,11 @@ def bench_shape(
     return list(results.values())
 
 
-def _open(model: PreTrainedModel, method: BenchMethod, shape: Shape, max_batch_tokens: int) -> Engine:
+def _open(model: PreTrainedModel, method: BenchMethod, shape: Shape, limits: EngineLimits) -> Engine:
     """An engine with just the pages and slots of the shape, and the page ahead that admission asks for."""
     longest = shape.input_len + shape.output_len + 1
     num_pages = max(1, shape.batch_size * (method.config.packed_pages(longest)[0] + 1))
-    limits = EngineLimits(num_pages=num_pages, max_num_seqs=shape.batch_size, max_batch_tokens=max_batch_tokens)
+    limits = replace(limits, num_pages=num_pages, kv_bytes=None, max_num_seqs=shape.batch_size)
     return Engine(model, None, method.config, method.profile, limits)
 
 

@@ -15,6 +15,7 @@ from fake_engine import FakeEngine, fake_model
 
 from kitty_cli import batch_report
 from kitty_cli.commands import batch
+from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.request import SamplingParams
 from kitty_runtime.errors import DataError, MemoryLimitError, ModelLoadError
 
@@ -135,12 +136,15 @@ def test_flags_reach_the_engine_and_the_sampling(call, opened, source):
     flags = ["--model", "some/model", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1"]
     flags += ["--max-tokens", "7", "--seed", "3", "--repetition-penalty", "1.2", "--kv-bytes", "1GiB"]
     flags += ["--max-num-seqs", "3", "--max-batch-tokens", "99", "--gpu-memory-utilization", "0.5", "--bits", "16"]
+    flags += ["--no-compile"]
     assert call("batch", source, *flags).code == 0
     ((where, asked, seed, engine),) = opened
     assert (where.model, where.config.k_bits, where.device, where.dtype) == ("some/model", 16, "auto", "auto")
     assert SamplingParams(**asked) == SamplingParams(7, 0.5, 5, 0.9, 0.1, 1.2)
     assert seed == 3
-    assert engine == batch._EngineFlags(0.5, 2**30, 3, 99)
+    assert engine == EngineLimits(
+        gpu_memory_utilization=0.5, kv_bytes=2**30, max_num_seqs=3, max_batch_tokens=99, compiled=False
+    )
 
 
 # --- errors ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,14 @@ def resources(case: str, capability: int) -> dict[str, dict[str, int]]:
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"split_kernel", "combine_kernel", "_extend_kernel", "_quantize_kernel", "_store_kernel"}
+    assert set(found) == {
+        "split_kernel",
+        "combine_kernel",
+        "_extend_kernel",
+        "_quantize_kernel",
+        "_rotate_kernel",
+        "_store_kernel",
+    }
     return found
 
 

@@ -133,7 +133,8 @@ def _softmax_step(s, top, denom, acc):
     return weights, new_top, denom * fade + tl.sum(weights, 1), acc * fade[:, None]
 
 
-@triton.jit
+# Not compiled anew for each width of the page table.
+@triton.jit(do_not_specialize=["table_stride"])
 def _extend_kernel(
     query,
     new_keys,

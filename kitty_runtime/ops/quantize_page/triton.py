@@ -249,7 +249,8 @@ def _write_keys(
             tl.store(at_ids + place, d.to(tl.uint8), mask=boosted)
 
 
-@triton.jit
+# Not compiled anew for each width of the page table.
+@triton.jit(do_not_specialize=["table_stride"])
 def _quantize_kernel(
     pages,
     page_table,

@@ -13,7 +13,7 @@ NUMBERS = 1024
 """That a program rotates."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _rotate_kernel(
     x,
     out,
