@@ -18,6 +18,9 @@ NAMED = 5
 """So many layers, those of the largest KL, have a color and a name."""
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 78.0, 790.0, 56.0, 396.0
+_LEAST = 1e-3
+"""A smaller share lies at the lower edge."""
+
 _PAPER_SHARES = (0.125, 0.25)
 """Boost ratios of the paper's presets."""
 
@@ -37,9 +40,7 @@ def error_left(profile: BoostProfile) -> Figure:
     summed = [total / totals[0] for total in totals] if totals[0] else []
     drawn = [curve for curve in curves if len(curve.left) > 1]
     shares = [share for curve in drawn for share in curve.left] + summed
-    scale = Scale(
-        min([0.5, *(share for share in shares if share > 0)]) / 1.1, max([1.0, *shares]), _BOTTOM, _TOP, log=True
-    )
+    scale = Scale(max(min([0.5, *shares]), _LEAST) / 1.1, max([1.0, *shares]), _BOTTOM, _TOP, log=True)
     head_dim = max(layer.query_energy.shape[1] for layer in profile.layers.values())
     levels = Scale(0, profile.boost_levels[-1], _LEFT, _RIGHT)
     unmeasured = len(curves) - len(drawn)
@@ -52,8 +53,13 @@ def error_left(profile: BoostProfile) -> Figure:
             _curves(drawn, summed, profile.boost_levels, levels, scale),
         ),
         "KL divergence with one layer alone quantized (keys at 2 bits and the boost, values at 4 bits), over the same "
-        "without boost. A line ends where the layer became negligible and was measured no further"
-        + (f"; {unmeasured} layers were so from the start and have no line." if unmeasured else "."),
+        "without boost. A line ends where the layer became negligible and was measured no further; in the sum its last "
+        "value stands for the rest."
+        + (
+            f" Negligible from the start and without a line: {unmeasured} of {len(curves)} layers."
+            if unmeasured
+            else ""
+        ),
     )
 
 
@@ -102,7 +108,8 @@ def _curves(
         drawn.append(polyline(points, f"{color} strong line" if color != "sum" else "sum line", words))
         if color != "sum":
             drawn += [dot(px, py, 2.6, color) for px, py in points]
-        drawn += [line(x + 4, y, _RIGHT + 10, place, "leader"), text(_RIGHT + 13, place + 4, words)]
+            drawn.append(dot(_RIGHT + 15, place, 3.5, color))
+        drawn += [line(x + 4, y, _RIGHT + 10, place, "leader"), text(_RIGHT + 22, place + 4, words)]
     gray = polyline([(0, 5), (14, 5)], "faint line")
     entries = [(gray, "other layers")] if len(by_kl) > NAMED else []
     words = "the most sensitive layers are named"

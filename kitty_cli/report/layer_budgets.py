@@ -42,7 +42,7 @@ def layer_budgets(profile: BoostProfile, budgets: Mapping[int, int], boost_ratio
         f"Above, the KL divergence with this layer alone at 2 bits; below, its boosted channels at --boost "
         f"{boost_ratio:.3g}, {100 * given:.3g} % of the channels in all: each next sixteenth of the channels goes to "
         "the layer whose KL falls most per channel."
-        + (f" {missing} layers in between or before are not paged and have no bar." if missing else ""),
+        + (f" Not paged and without a bar: {missing} of the first {max(kls) + 1} layers." if missing else ""),
     )
 
 

@@ -36,7 +36,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; font-
 dt { color: var(--muted) } dd { margin: 0; overflow-wrap: anywhere }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink) }
 svg .tick { fill: var(--muted) } svg .title { font-weight: 600 }
-svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 3px; stroke-linejoin: round }
+svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; stroke-linejoin: round }
 .axis { stroke: var(--muted); stroke-width: 1 } .grid { stroke: var(--grid); stroke-width: 1 }
 .leader { stroke: var(--muted); stroke-width: 0.7 }
 .mark { stroke: var(--muted); stroke-width: 1; stroke-dasharray: 4 3 } .band { fill: var(--band) }

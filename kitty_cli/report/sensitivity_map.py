@@ -145,18 +145,18 @@ def _layers(rows: Sequence[Row], grid: Grid, kls: Mapping[int, float]) -> Markup
 def _outliers(rows: Sequence[Row], grid: Grid) -> Markup:
     """Rings and names of the highest channels, the highest first."""
     tops = sorted(((max(row.scores), -y) for y, row in enumerate(rows)), reverse=True)[:_OUTLIERS]
-    found = []
+    radius = max(grid.channel, grid.row) / 2 + 2
+    rings, named, taken = [], [], []
     for score, minus_y in tops:
         if score >= _OUTLIER:
             row = rows[-minus_y]
             channel = list(row.scores).index(score)
             x, y = _LEFT + (channel + 0.5) * grid.channel, _TOP + (0.5 - minus_y) * grid.row
-            found.append((x, y, f"channel {channel}: {short(score)}x"))
-    radius = max(grid.channel, grid.row) / 2 + 2
-    rings = [dot(x, y, radius, "ring") for x, y, _ in found]
-    taken = [Box(x - radius, y - radius, x + radius, y + radius) for x, y, _ in found]
+            rings.append(dot(x, y, radius, "ring", f"layer {row.layer}, KV head {row.head}, channel {channel}"))
+            named.append((x, y, f"channel {channel}: {short(score)}x"))
+            taken.append(Box(x - radius, y - radius, x + radius, y + radius))
     labels = Labels(Box(_LEFT, _TOP, _RIGHT, grid.bottom), taken)
-    return joined(*rings, *(labels.add(x, y, words, radius + 2) for x, y, words in found))
+    return joined(*rings, *(labels.add(x, y, words, radius + 2) for x, y, words in named))
 
 
 def _wavelengths(channels: Scale, wavelengths: Sequence[float]) -> Markup:

@@ -139,7 +139,8 @@ def test_outliers_are_ringed_and_named():
     assert len(tops) == 2, "layers 0 and 7"
     named = [said for said in words(picture) if said.startswith("channel ")]
     assert named == [f"channel 3: {top:.3g}x" for top in sorted(tops, reverse=True)]
-    rings = [ring for ring in marks(picture, "ring") if float(ring.get("cy")) > 20]
+    rings = [ring for ring in marks(picture, "ring") if titles([ring]) != [""]]
+    assert set(titles(rings)) == {"layer 0, KV head 0, channel 3", "layer 7, KV head 1, channel 3"}
     (cells,) = marks(picture, "cells")
     left, top, wide, high = map(float, re.findall(r"[\d.]+", cells.get("transform")))
     places = sorted((round((float(r.get("cy")) - top) / high - 0.5), (float(r.get("cx")) - left) / wide) for r in rings)
@@ -216,7 +217,7 @@ def test_lines_end_where_a_layer_became_negligible():
     layers = {0: layer, 1: replace(layer, kl=(1e-6,) * 5), 2: replace(layer, kl=(0.0,) * 5)}
     figure = error_left(BoostProfile(layers, LEVELS, profile_of(1).provenance))
     assert len(marks(picture_of(figure.picture), "strong")) == 1
-    assert "2 layers were so from the start" in figure.caption
+    assert "without a line: 2 of 3 layers" in figure.caption
 
 
 def test_verticals_stand_at_the_papers_boosts():
@@ -265,7 +266,7 @@ def test_layers_of_different_shapes_without_any_kl():
     Nesting(text)
     for picture in pictures(text):
         check_texts_keep_apart(picture)
-    assert "4 layers in between or before are not paged" in text
+    assert "without a bar: 4 of the first 6 layers" in text
 
 
 # --- the worst head --------------------------------------------------------------------------------------------------
