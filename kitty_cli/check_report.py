@@ -27,6 +27,7 @@ class Setting:
     """What was measured on and how to do it again, as it is known before weights load."""
 
     model_id: str
+    revision: str
     config_sha256: str
     data_name: str
     token_sha256: str
@@ -132,19 +133,19 @@ def _method_document(report: MethodReport) -> dict[str, Any]:
 def show_check(setting: Setting, check: Check, verdict: Verdict) -> None:
     """Two tables and the verdict, on stdout."""
     output.text(headline(setting, check))
-    output.show(_table(_ERRORS, check))
-    output.show(_table(_QUANTILES, check))
-    for line in _closing(check, verdict):
+    output.show(_table(ERRORS, check))
+    output.show(_table(QUANTILES, check))
+    for line in closing_lines(check, verdict):
         output.text(line)
 
 
 def markdown(setting: Setting, check: Check, verdict: Verdict) -> list[str]:
     """The lines of a Markdown table with every column, and the verdict."""
-    columns = {name.replace("\n", " "): cell for name, cell in {**_ERRORS, **_QUANTILES}.items()}
+    columns, rows = figure_table({**ERRORS, **QUANTILES}, check)
     lines = [_escaped(headline(setting, check)), ""]
-    lines += [f"| method | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {' | '.join(_escaped(cell) for cell in cells)} |" for cells in _cells(columns, check)]
-    return lines + [text for line in _closing(check, verdict) for text in ("", _escaped(line))]
+    lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    lines += [f"| {' | '.join(_escaped(cell) for cell in cells)} |" for cells in rows]
+    return lines + [text for line in closing_lines(check, verdict) for text in ("", _escaped(line))]
 
 
 def _escaped(text: str) -> str:
@@ -160,7 +161,7 @@ def headline(setting: Setting, check: Check) -> str:
     )
 
 
-def _closing(check: Check, verdict: Verdict) -> list[str]:
+def closing_lines(check: Check, verdict: Verdict) -> list[str]:
     """What comes after the tables: what they do not say of some methods, the recall test, the gate."""
     lines = []
     if any(is_peer(report) for report in check.methods):
@@ -223,9 +224,9 @@ def _ppl_ratio(s: Statistics) -> str:
     return _with_error(f"{s.ppl_ratio:.3f}", None if s.ppl_ratio_se is None else f"{s.ppl_ratio_se:.3f}")
 
 
-_Columns = Mapping[str, Callable[["MethodReport"], str]]
+Columns = Mapping[str, Callable[["MethodReport"], str]]
 
-_ERRORS: _Columns = {
+ERRORS: Columns = {
     "KL, nats": lambda r: _kl_mean(r.statistics),
     "top-1, %": lambda r: _same_top1(r.statistics),
     "ppl ratio": lambda r: _ppl_ratio(r.statistics),
@@ -234,7 +235,7 @@ _ERRORS: _Columns = {
     "B/token": lambda r: f"{r.cost.bytes_per_token:,.0f}",
 }
 
-_QUANTILES: _Columns = {
+QUANTILES: Columns = {
     "KL\nmedian": lambda r: _kl(r.statistics.kl_median),
     "p90": lambda r: _kl(r.statistics.kl_p90),
     "p95": lambda r: _kl(r.statistics.kl_p95),
@@ -246,14 +247,19 @@ _QUANTILES: _Columns = {
 }
 
 
-def _cells(columns: _Columns, check: Check) -> list[list[str]]:
+def figure_table(columns: Columns, check: Check) -> tuple[list[str], list[list[str]]]:
+    """Names of the columns, the method's first, and rows of cells, the noise floor first."""
+    return ["method", *(name.replace("\n", " ") for name in columns)], _cells(columns, check)
+
+
+def _cells(columns: Columns, check: Check) -> list[list[str]]:
     """Rows of a table, the noise floor first."""
     rows = [(f"{check.noise_floor.name} (noise floor)", check.noise_floor)]
     rows += [(f"{report.name} *" if is_peer(report) else report.name, report) for report in check.methods]
     return [[label, *(cell(report) for cell in columns.values())] for label, report in rows]
 
 
-def _table(columns: _Columns, check: Check) -> Table:
+def _table(columns: Columns, check: Check) -> Table:
     """A table that fits 80 columns unless names are long; those are folded."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold", min_width=16)

@@ -58,6 +58,9 @@ Boost = Annotated[
     float | None,
     typer.Option(help="Share of key channels at 4 bits, 0 to 1; the mean over layers.", rich_help_panel=_CACHE),
 ]
+Report = Annotated[
+    Path | None, typer.Option(help="Also write charts and figures there: FILE.html.", show_default=False)
+]
 ProfileFile = Annotated[
     Path | None,
     typer.Option("--profile", help="Boost profile; the model's own is found by itself.", rich_help_panel=_CACHE),

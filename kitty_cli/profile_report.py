@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _SHADES = " .:░▒▓█"
 """One step is a factor of two over the median score of the KV head."""
 
+COMPARISON_COLUMNS = ("held-out text", "KL", "perplexity", "same top-1", "B/token")
+
 _MOST, _MAP_ROWS, _MAP_COLUMNS = 5, 40, 64
 
 
@@ -123,8 +125,7 @@ def heatmap(profile: BoostProfile) -> list[str]:
 
 def _relative_scores(layer: LayerProfile) -> list[float]:
     """Highest score over the KV heads' medians, per printed column."""
-    scores = layer.channel_scores
-    relative = (scores / scores.median(dim=1, keepdim=True).values.clamp_min(1e-12)).amax(0)
+    relative = layer.relative_scores.amax(0)
     per_cell = -(-len(relative) // _MAP_COLUMNS)
     return [chunk.max().item() for chunk in relative.split(per_cell)]
 
@@ -140,20 +141,23 @@ def _shade(score: float) -> str:
 def comparison_table(compared: Comparison) -> Table:
     """KL, perplexity and bytes of the paper's preset and of the profile."""
     table = Table(
-        "held-out text",
-        "KL",
-        "perplexity",
-        "same top-1",
-        "B/token",
+        *COMPARISON_COLUMNS,
         title=f"{compared.num_tokens} tokens of {compared.text}, against 16 bits",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
     for column in table.columns[1:]:
         column.justify = "right"
+    for cells in comparison_rows(compared):
+        table.add_row(*cells)
+    return table
+
+
+def comparison_rows(compared: Comparison) -> list[list[str]]:
+    """Cells of the table, 16 bits first."""
     reference = next(iter(compared.divergences.values())).reference_ppl
-    table.add_row("16 bits", "0", f"{reference:.3f}", "100 %", "")
+    rows = [["16 bits", "0", f"{reference:.3f}", "100 %", ""]]
     for name, d in compared.divergences.items():
         bytes_per_token = f"{compared.bytes_per_token[name]:,.0f}"
-        table.add_row(name, f"{d.kl:.4f}", f"{d.ppl:.3f}", f"{100 * d.same_top1:.1f} %", bytes_per_token)
-    return table
+        rows.append([name, f"{d.kl:.4f}", f"{d.ppl:.3f}", f"{100 * d.same_top1:.1f} %", bytes_per_token])
+    return rows

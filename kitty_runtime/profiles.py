@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,11 @@ class LayerProfile:
     query_energy: Tensor
     channel_scores: Tensor
     kl: tuple[float, ...]
+
+    @property
+    def relative_scores(self) -> Tensor:
+        """The scores over the median of their KV head."""
+        return self.channel_scores / self.channel_scores.median(dim=1, keepdim=True).values.clamp_min(1e-12)
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,18 @@ def _parse(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoostPro
         layers[index] = layer
     if not layers:
         raise ProfileError("it measures no layer")
-    return BoostProfile(layers, levels, Provenance(**header["provenance"]))
+    return BoostProfile(layers, levels, _provenance(header["provenance"]))
+
+
+def _provenance(entries: Mapping[str, Any]) -> Provenance:
+    """Where the profile says that it comes from, each entry of its type: reports compute with the numbers."""
+    found = Provenance(**entries)
+    kinds = {"int": int, "str": str, "Metric": str}
+    for entry in fields(found):
+        kind, value = kinds.get(str(entry.type), Mapping), getattr(found, entry.name)
+        if not isinstance(value, kind):
+            raise ProfileError(f"its {entry.name} is {value!r}")
+    return found
 
 
 def _check_layer(index: int, layer: LayerProfile, num_levels: int) -> None:

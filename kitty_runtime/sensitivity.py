@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -34,12 +34,15 @@ class LayerStatistics:
     Attributes:
         query_sq: fp64 ``[num_kv_heads, head_dim]``, sum over positions of the group's mean squared query.
         key_range, key_magnitude, attention_change: fp64, same shape, sums over pages.
+        two_bit_sq, four_bit_sq: fp64, same shape, sums over pages of the keys' mean squared rounding error.
     """
 
     query_sq: Tensor
     key_range: Tensor
     key_magnitude: Tensor
     attention_change: Tensor
+    two_bit_sq: Tensor
+    four_bit_sq: Tensor
     num_positions: int = 0
     num_pages: int = 0
 
@@ -53,6 +56,24 @@ class LayerStatistics:
             return (self.query_energy.double() * self.key_range / self.num_pages).float()
         total = self.key_magnitude if metric == "magnitude" else self.attention_change
         return (total / self.num_pages).float()
+
+    @property
+    def key_errors(self) -> KeyErrors:
+        squares = (self.two_bit_sq, self.four_bit_sq)
+        return KeyErrors(self.scores("magnitude"), *((total / self.num_pages).sqrt().float() for total in squares))
+
+
+class KeyErrors(NamedTuple):
+    """What rounding does to a layer's keys, by channel: fp32 ``[num_kv_heads, head_dim]`` each.
+
+    Attributes:
+        magnitude: mean absolute key.
+        two_bits, four_bits: rms of what rounding to so many bits adds, no range clipped.
+    """
+
+    magnitude: Tensor
+    two_bits: Tensor
+    four_bits: Tensor
 
 
 class ObservedLayer(AttendingLayer):
@@ -80,8 +101,8 @@ class ObservedLayer(AttendingLayer):
     def _observe(self, query: Tensor, keys: Tensor, softmax: SoftmaxSpec) -> None:
         num_kv_heads, seq_len, head_dim = keys.shape
         if self.statistics is None:
-            zeros = torch.zeros(4, num_kv_heads, head_dim, dtype=torch.float64, device=keys.device)
-            self.statistics = LayerStatistics(zeros[0], zeros[1], zeros[2], zeros[3])
+            zeros = torch.zeros(6, num_kv_heads, head_dim, dtype=torch.float64, device=keys.device)
+            self.statistics = LayerStatistics(*zeros)
         stats = self.statistics
         groups = query.view(num_kv_heads, -1, seq_len, head_dim)
         stats.query_sq += groups.double().square().mean(1).sum(1)
@@ -91,15 +112,18 @@ class ObservedLayer(AttendingLayer):
         pages = keys[:, span].reshape(num_kv_heads, num_pages, PAGE_SIZE, head_dim)
         stats.key_range += (pages.amax(2) - pages.amin(2)).double().sum(1)
         stats.key_magnitude += pages.abs().mean(2).double().sum(1)
+        two_bits, four_bits = _rounding_error(pages, 3), _rounding_error(pages, 15)
+        stats.two_bit_sq += two_bits.square().mean(2).double().sum(1)
+        stats.four_bit_sq += four_bits.square().mean(2).double().sum(1)
         if self._metric == "attention":
-            rounded = dequantize(*_at_two_bits(pages), torch.float32).view(num_kv_heads, -1, head_dim)
-            stats.attention_change += num_pages * attention_change(groups, keys, rounded - keys[:, span], span, softmax)
+            error = two_bits.view(num_kv_heads, -1, head_dim)
+            stats.attention_change += num_pages * attention_change(groups, keys, error, span, softmax)
         stats.num_pages += num_pages
 
 
-def _at_two_bits(pages: Tensor) -> tuple[Tensor, Any]:
-    qparams = choose_qparams(pages, 3, dim=-2)
-    return quantize(pages, qparams, 3), qparams
+def _rounding_error(pages: Tensor, levels: int) -> Tensor:
+    qparams = choose_qparams(pages, levels, dim=-2)
+    return dequantize(quantize(pages, qparams, levels), qparams, torch.float32) - pages
 
 
 def attention_change(groups: Tensor, keys: Tensor, error: Tensor, span: slice, softmax: SoftmaxSpec) -> Tensor:
@@ -224,12 +248,22 @@ def measure_profile(
     Raises:
         As `measure_statistics` and `measure_layer_kl`.
     """
-    metric = provenance.metric
-    statistics = measure_statistics(model, windows, metric, skip_layers, progress)
+    statistics = measure_statistics(model, windows, provenance.metric, skip_layers, progress)
+    return profile_of(model, statistics, kl_windows, provenance, progress)
+
+
+def profile_of(
+    model: PreTrainedModel,
+    statistics: Mapping[int, LayerStatistics],
+    kl_windows: Sequence[Tensor],
+    provenance: Provenance,
+    progress: Progress | None = None,
+) -> BoostProfile:
+    """The second half of `measure_profile`: the KL of each observed layer, joined with what was observed."""
     energies = {index: stats.query_energy for index, stats in statistics.items()}
     curves = measure_layer_kl(model, kl_windows, energies, BOOST_LEVELS, progress)
     layers = {
-        index: LayerProfile(energies[index].cpu(), stats.scores(metric).cpu(), curves[index])
+        index: LayerProfile(energies[index].cpu(), stats.scores(provenance.metric).cpu(), curves[index])
         for index, stats in statistics.items()
     }
     return BoostProfile(layers, BOOST_LEVELS, provenance)

@@ -183,6 +183,9 @@ def test_head_size_that_no_page_holds(path, head_dim):
         ({"provenance": None}, "damaged"),
         ({"provenance": {"model": "tiny"}}, "damaged"),
         ({"provenance": {**vars(PROVENANCE), "mood": "good"}}, "damaged"),
+        ({"provenance": {**vars(PROVENANCE), "model": 3}}, "its model is 3"),
+        ({"provenance": {**vars(PROVENANCE), "num_tokens": "many"}}, "its num_tokens is 'many'"),
+        ({"provenance": {**vars(PROVENANCE), "versions": "new"}}, "its versions is 'new'"),
         ({"schema_version": None}, "damaged"),
     ],
 )

@@ -59,11 +59,11 @@ def pages_of(keys):
     return [keys[s : s + PAGE] for s in range(SINK, len(keys) - PAGE + 1, PAGE)]
 
 
-def two_bits(channel):
-    """A page's channel, rounded to four levels; the scale and the zero point are fp16."""
+def rounded(channel, levels):
+    """A page's channel, rounded to `levels` steps; the scale and the zero point are fp16."""
     zero = channel.min().half().double()
-    scale = ((channel.max() - channel.min()) / 3).half().double()
-    return ((channel - zero) / scale).round().clamp(0, 3) * scale + zero
+    scale = ((channel.max() - channel.min()) / levels).half().double()
+    return ((channel - zero) / scale).round().clamp(0, levels) * scale + zero
 
 
 def test_energy_and_scores(model):
@@ -81,6 +81,22 @@ def test_energy_and_scores(model):
             torch.testing.assert_close(found.query_energy[head].double(), energy, rtol=1e-4, atol=0)
             torch.testing.assert_close(found.scores("query")[head].double(), energy * width, rtol=1e-4, atol=0)
             torch.testing.assert_close(found.scores("magnitude")[head].double(), magnitude, rtol=1e-4, atol=0)
+
+
+def test_key_errors(model):
+    """Mean |k|, and the rms of what plain rounding adds, each from the projections."""
+    seen = [captured(model, window) for window in WINDOWS]
+    for index, found in measure_statistics(model, WINDOWS).items():
+        errors = found.key_errors
+        for head in range(HEADS):
+            pages = [page for _, k in (s[index] for s in seen) for page in pages_of(k[head])]
+            magnitude = torch.stack([page.abs().mean(0) for page in pages]).mean(0)
+            torch.testing.assert_close(errors.magnitude[head].double(), magnitude, rtol=1e-4, atol=0)
+            for levels, rms in ((3, errors.two_bits), (15, errors.four_bits)):
+                off = [torch.stack([rounded(c, levels) - c for c in page.T]) for page in pages]
+                expected = torch.stack([x.square().mean(1) for x in off]).mean(0).sqrt()
+                torch.testing.assert_close(rms[head].double(), expected, rtol=5e-3, atol=0)
+        assert bool((errors.four_bits < errors.two_bits / 3).all())
 
 
 def test_order_of_windows_does_not_matter(model):
@@ -131,7 +147,7 @@ def test_attention_metric_on_a_model(model):
         for channel in range(0, DIM, 5):
             changed = keys[head].clone()
             for page in pages_of(changed):
-                page[:, channel] = two_bits(page[:, channel])
+                page[:, channel] = rounded(page[:, channel], 3)
             expected = (probabilities(head, changed) - exact).square().mean()
             assert float(scores[head, channel]) == pytest.approx(float(expected), rel=2e-3)
 

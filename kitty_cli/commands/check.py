@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kitty_runtime.accuracy import Method
     from kitty_runtime.check import Check
     from kitty_runtime.models.geometry import ModelGeometry
+    from kitty_runtime.models.loading import ModelSource
     from kitty_runtime.peers import Peer
     from kitty_runtime.profiles import BoostProfile
 
@@ -107,6 +108,7 @@ def check(
     write_baseline: Annotated[Path | None, _limit("Write the report there unless the gate fails.")] = None,
     output_format: Annotated[Format, typer.Option("--format", help="How to print the report.")] = "table",
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    report: options.Report = None,
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
@@ -115,6 +117,8 @@ def check(
     from kitty_cli.allocator import keep_freed_memory
     from kitty_cli.check_gate import early_identity, open_gate
     from kitty_cli.check_report import check_document
+    from kitty_cli.report.check_page import check_page
+    from kitty_cli.report.page import check_report_path, write_report
     from kitty_runtime.check import run_check
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
@@ -124,6 +128,7 @@ def check(
 
     limits = Limits(max_kl, min_same_top1, max_ppl_ratio, max_bytes_per_token)
     gate = open_gate(limits, baseline, tolerance, write_baseline)
+    check_report_path(report)
     chosen = inputs.chosen_methods(methods, preset, bits, k_bits, v_bits, boost)
     given = None if profile is None else load_profile(profile)
     keep_freed_memory()
@@ -137,7 +142,7 @@ def check(
     needles = needle_cases(tokenizer, stretches[0], seed=seed) if needle else []
     extra = _extra_words(data, data_split, data_column, profile, needle, device, dtype)
     command = _command(model or "demo", list(chosen), shape, seed, extra)
-    setting = _setting(source.name, geometry, text.name, stretches, command)
+    setting = _setting(source, geometry, text.name, stretches, command)
     gate.compare(early_identity(setting), _configs(inputs.with_profile(chosen, None)))
     output.note(f"{source.name}: {shape[0]} x {shape[1]} tokens of {text.name}; {', '.join(chosen)}")
     loaded = load_model(
@@ -153,6 +158,8 @@ def check(
         check = run_check(loaded, stretches, measured, needles, progress)
     verdict = gate.judge(check)
     document = check_document(setting, where, check, verdict)
+    if report is not None:
+        write_report(report, check_page(setting, where, check, verdict))
     if verdict.passed is not False:
         gate.write(document)  # before the report is printed: whoever reads that may leave early
     try:
@@ -178,14 +185,17 @@ def _show(form: Format, document: dict[str, Any], setting: Setting, check: Check
         show_check(setting, check, verdict)
 
 
-def _setting(model_id: str, geometry: ModelGeometry, data_name: str, stretches: list[Any], command: str) -> Setting:
+def _setting(
+    source: ModelSource, geometry: ModelGeometry, data_name: str, stretches: list[Any], command: str
+) -> Setting:
     from kitty_cli.check_report import Setting
     from kitty_runtime.emulation import FIRST_SCORED
     from kitty_runtime.models.fingerprint import config_sha256
     from kitty_runtime.texts import token_sha256
 
     return Setting(
-        model_id=model_id,
+        model_id=source.name,
+        revision=source.revision or "",
         config_sha256=config_sha256(geometry),
         data_name=data_name,
         token_sha256=token_sha256(stretches),

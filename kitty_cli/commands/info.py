@@ -41,13 +41,18 @@ def info(
         str | None, typer.Option(help="What fits in so much memory, such as 80GB.", show_default=False)
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write the charts of a profile there: FILE.html.", show_default=False)
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what a model's cache costs, without loading weights; or what a boost profile holds."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and model.endswith(".safetensors"):
-        _profile_info(Path(os.path.expanduser(model)), config.boost_ratio, as_json)
+        _profile_info(Path(os.path.expanduser(model)), config.boost_ratio, report, as_json)
         return
+    if report is not None:
+        raise ConfigError("--report shows a profile, this is a model.", "Name a profile: kitty info FILE.safetensors")
     from kitty_runtime.memory import plan_memory
     from kitty_runtime.models.fingerprint import config_sha256
     from kitty_runtime.models.geometry import geometry_of
@@ -181,15 +186,20 @@ def _show_plan(plan: MemoryPlan) -> None:
         output.text("Not one such sequence fits. Lower --boost or --bits, or use more memory.")
 
 
-def _profile_info(path: Path, boost_ratio: float, as_json: bool) -> None:
+def _profile_info(path: Path, boost_ratio: float, report: Path | None, as_json: bool) -> None:
     from dataclasses import asdict
 
     from rich import box
     from rich.table import Table
 
+    from kitty_cli.report.page import check_report_path, write_report
+    from kitty_cli.report.profile_page import profile_page
     from kitty_runtime.profiles import load_profile
 
+    check_report_path(report)
     profile = load_profile(path)
+    if report is not None:
+        write_report(report, profile_page(profile, boost_ratio))
     budgets = profile.budgets(boost_ratio)
     provenance = asdict(profile.provenance)
     if as_json:

@@ -82,20 +82,25 @@ def profile(
     device: options.Device = "auto",
     dtype: options.DtypeName = "auto",
     trust_remote_code: options.TrustRemoteCode = False,
+    report: options.Report = None,
     as_json: options.Json = False,
 ) -> None:
     """Measure key sensitivity per channel and layer, and write a boost profile."""
     from kitty_cli.allocator import keep_freed_memory
     from kitty_cli.profile_report import profile_document, show_profile
+    from kitty_cli.report.page import check_report_path, write_report
+    from kitty_cli.report.profile_page import profile_page
     from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
     from kitty_runtime.models.geometry import geometry_of
     from kitty_runtime.models.loading import load_config, load_model, load_tokenizer, resolve_model
+    from kitty_runtime.models.rope import rope_wavelengths
     from kitty_runtime.profile_store import check_writable, default_path, save_profile
     from kitty_runtime.profiles import Provenance
-    from kitty_runtime.sensitivity import measurable_layers, measure_profile
+    from kitty_runtime.sensitivity import measurable_layers, measure_statistics, profile_of
     from kitty_runtime.texts import load_text, token_sha256, tokenize, windows_of
 
     CacheConfig(boost_ratio=boost)
+    check_report_path(report)
     keep_freed_memory()
     skipped = _layer_numbers(skip_layers)
     source = resolve_model(model, output.note)
@@ -133,9 +138,14 @@ def profile(
         versions={name: found[name] for name in ("kitty", "python", "torch", "transformers")},
     )
     with output.progress() as progress:
-        measured = measure_profile(loaded, windows, kl_windows, provenance, skipped, progress)
+        statistics = measure_statistics(loaded, windows, metric, skipped, progress)
+        measured = profile_of(loaded, statistics, kl_windows, provenance, progress)
         save_profile(measured, path)
         compared = _compare(loaded, tokenizer, measured, boost) if held_out else None
+    if report is not None:
+        errors = {index: layer.key_errors for index, layer in statistics.items()}
+        waves = rope_wavelengths(loaded, geometry.head_dim)
+        write_report(report, profile_page(measured, boost, compared, errors, waves))
     if as_json:
         output.json_document(profile_document(measured, path, boost, compared))
     else:

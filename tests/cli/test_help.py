@@ -39,8 +39,17 @@ def test_help_of_each_command(call, command, flag):
     assert (done.code, done.stderr) == (0, "")
     assert f"{command} [OPTIONS]" in done.stdout
     expected = {
-        "info": ["--memory", "--json", "--preset", "PROFILE"],
-        "profile": ["--metric", "--data", "--tokens", "--num-samples", "--max-seq-length", "--seed", "--skip-layers"],
+        "info": ["--report", "--memory", "--json", "--preset", "PROFILE"],
+        "profile": [
+            "--metric",
+            "--data",
+            "--tokens",
+            "--num-samples",
+            "--max-seq-length",
+            "--seed",
+            "--skip-layers",
+            "--report",
+        ],
         "check": [
             "--methods",
             "--full",
@@ -50,6 +59,7 @@ def test_help_of_each_command(call, command, flag):
             "--baseline",
             "--write-baseline",
             "--data",
+            "--report",
         ],
         "chat": ["--bits", "--boost", "--preset", "--profile", "-ctk", "-ctv", "--system-prompt", "--seed", "--top-p"],
         "batch": [
