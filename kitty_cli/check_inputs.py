@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kitty_runtime.profiles import BoostProfile
     from kitty_runtime.texts import Text
 
-METHODS = "kivi-2-g128-sink,kitty,kitty-pro,weighted,kv4"
+METHODS = "kivi-2-g128-sink,kitty,kitty-pro,tuned,kv4"
 NUM_WINDOWS, SEQ_LEN = 4, 2048
 FULL_WINDOWS, FULL_SEQ_LEN = 6, 4096
 

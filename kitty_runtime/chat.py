@@ -107,7 +107,7 @@ class ChatSession:
 
     def dense_bytes(self) -> int:
         """Bytes of the same tokens at 16 bits."""
-        return sequence_bytes(layers_of(self.model.config), CacheConfig(), self.num_stored).dense
+        return sequence_bytes(layers_of(self.model.config), self.engine.config, self.num_stored).dense
 
     def reply(
         self, content: str, on_text: Callable[[str], None], should_stop: Callable[[], bool] = lambda: False

@@ -171,13 +171,13 @@ class CacheConfig:
         return self.windows.packed_pages(query_pos)
 
 
-DEFAULT_PRESET = "weighted"
+DEFAULT_PRESET = "tuned"
 
 _PAPER = CacheConfig(policy="dynamic", k_recent_len=0, v_recent_len=PAGE_SIZE)
 
 PRESETS: dict[str, CacheConfig] = {
-    DEFAULT_PRESET: CacheConfig(),
-    "tuned": CacheConfig(clip_search=True, v_hadamard=True),
+    DEFAULT_PRESET: CacheConfig(clip_search=True, v_hadamard=True),
+    "weighted": CacheConfig(),
     "kitty": _PAPER,
     "kitty-pro": replace(_PAPER, boost_ratio=0.25),
     "random": replace(_PAPER, policy="random"),

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from kitty_runtime.cache.paged_cache import CacheBytes, PagedCache
 from kitty_runtime.cache.step import Step
-from kitty_runtime.config import CacheConfig
+from kitty_runtime.config import DEFAULT_PRESET, CacheConfig, preset
 from kitty_runtime.errors import ConfigError, UnsupportedOperationError
 from kitty_runtime.models.attention import ATTENTION, with_layer
 from kitty_runtime.models.geometry import layers_of
@@ -28,7 +28,7 @@ class KittyCache(Cache):  # type: ignore[misc]
 
     Args:
         model_config: the model's config; the model must use ``attn_implementation="kitty"``.
-        cache_config: settings; the default is `kitty_runtime.config.CacheConfig`.
+        cache_config: settings; the default is the preset `tuned`.
         profile: query energies and layer budgets; None uses running energies and the same budget in every layer.
         boosts: per layer, overrides what config and profile give; None keeps a layer as transformers caches it.
     Raises:
@@ -53,7 +53,7 @@ class KittyCache(Cache):  # type: ignore[misc]
             raise ConfigError(f"cache_config is {cache_config!r}.", 'Pass a CacheConfig, such as preset("kitty").')
         if not isinstance(profile, BoostProfile | None):
             raise ConfigError(f"profile is {profile!r}.", "Pass a BoostProfile: load_profile(path).")
-        self.config = cache_config or CacheConfig()
+        self.config = cache_config or preset(DEFAULT_PRESET)
         self.model_config = model_config.get_text_config(decoder=True)
         if boosts is None:
             boosts = layer_boosts(layers_of(model_config), self.config, profile)

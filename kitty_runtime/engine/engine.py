@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kitty_runtime.cache.paged_cache import CacheBytes
-from kitty_runtime.config import CacheConfig
+from kitty_runtime.config import DEFAULT_PRESET, CacheConfig, preset
 from kitty_runtime.engine.cache import EngineCache
 from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.engine.pool_size import PoolSize, cache_cost, size_pool
@@ -89,7 +89,7 @@ class Engine:
         profile: BoostProfile | None = None,
         limits: EngineLimits | None = None,
     ) -> None:
-        self.config, self.limits = config or CacheConfig(), limits or EngineLimits()
+        self.config, self.limits = config or preset(DEFAULT_PRESET), limits or EngineLimits()
         if self.config.prefill != "paged":
             raise ConfigError("prefill is 'full'.", "The engine reads prompts in chunks: use prefill='paged'.")
         self.model, self.tokenizer = model, tokenizer

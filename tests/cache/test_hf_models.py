@@ -310,7 +310,7 @@ def test_no_graph_grows_and_no_mask_is_misread():
 def test_a_cache_made_in_inference_mode_works_outside():
     model = tiny_model("llama")
     ids = random_ids(1, 300)
-    cache = KittyCache(model.config, preset("weighted"))
+    cache = KittyCache(model.config)
     with torch.inference_mode():
         model(input_ids=ids[:, :200], use_cache=True, **{cache_kwarg(model): cache})
     with torch.no_grad():

@@ -14,9 +14,9 @@ LOAD = ("--num-prompts", "4", "--input-len", "5:30", "--output-len", "2:4")
 def test_a_table_of_shapes(call, model_dir):
     done = call("bench", model_dir, *SHAPE, "--batch-size", "1,2")
     assert done.code == 0
-    for words in ("weighted", "16", "pp150", "tg3 @ d150", "+-", "x of 16 bits"):
+    for words in ("tuned", "16", "pp150", "tg3 @ d150", "+-", "x of 16 bits"):
         assert words in done.stdout
-    assert "bench: in process, no HTTP; weighted against 16; versions: kitty" in done.stderr
+    assert "bench: in process, no HTTP; tuned against 16; versions: kitty" in done.stderr
     assert "backend: torch reference on CPU" in done.stderr
 
 
@@ -54,7 +54,7 @@ def test_a_load(call, model_dir):
     for name in ("output_throughput", "total_token_throughput", "p99_ttft_ms", "mean_itl_ms", "decode_share"):
         assert name in done.stdout
     document = call("bench", model_dir, *LOAD, "--format", "json", "--request-rate", "50").json()
-    assert [r["method"] for r in document["results"]] == ["weighted", "16"]
+    assert [r["method"] for r in document["results"]] == ["tuned", "16"]
     assert [r["completed"] for r in document["results"]] == [4, 4]
     assert document["load"]["request_rate"] == 50
     assert len(document["samples"]["16"]) == 4

@@ -36,7 +36,8 @@ def test_a_pipe_gets_one_answer(run, model_dir):
     assert "\r" not in done.stdout + done.stderr
     lines = done.stderr.splitlines()
     assert lines[0] == "tiny-llama on cpu, float32; backend: torch reference on CPU"
-    assert lines[1].startswith("cache: keys 2 bits, 0.125 of the key channels at 4 bits (weighted), values 2 bits; ")
+    said = "keys 2 bits, 0.125 of the key channels at 4 bits (weighted), clipped, values 2 bits, rotated; "
+    assert lines[1].startswith(f"cache: {said}")
     assert lines[2].startswith("profile: none for this model")
     assert lines[3].startswith("prompt 5 tok, ")
     assert "generation 8 tok" in lines[3]
@@ -73,7 +74,7 @@ def test_bits_and_boost(call, model_dir):
     done = call("chat", model_dir, "the", "--bits", "2", "--boost", "0.1", "--max-tokens", "2")
     assert (done.code, "cache: keys 2 bits, 0.1 of the key channels at 4 bits" in done.stderr) == (0, True)
     done = call("chat", model_dir, "the", "-ctk", "4", "-ctv", "2", "--max-tokens", "2")
-    assert (done.code, "cache: keys 4 bits, values 2 bits" in done.stderr) == (0, True)
+    assert (done.code, "cache: keys 4 bits, clipped, values 2 bits, rotated" in done.stderr) == (0, True)
     done = call("chat", model_dir, "the", "--bits", "16", "--max-tokens", "2")
     assert (done.code, "cache: 16-bit pages" in done.stderr) == (0, True)
 

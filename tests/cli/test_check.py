@@ -171,16 +171,16 @@ def test_one_window_has_no_errors(call, model_dir):
 
 def test_default_methods(call, model_dir):
     document = call("check", model_dir, "--windows", "1", "--seq-len", "400", "--json").json()
-    assert [m["name"] for m in document["methods"]] == ["kivi-2-g128-sink", "kitty", "kitty-pro", "weighted", "kv4"]
+    assert [m["name"] for m in document["methods"]] == ["kivi-2-g128-sink", "kitty", "kitty-pro", "tuned", "kv4"]
 
 
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
         (["--preset", "kitty", "--boost", "0.25"], ["kitty-pro"]),
-        (["--bits", "2", "--boost", "0.1"], ["weighted:boost_ratio=0.1"]),
-        (["--bits", "4", "--methods", "kv4"], ["kv4", "weighted:k_bits=4:v_bits=4:boost_ratio=0.0"]),
-        (["-ctk", "4", "-ctv", "2"], ["weighted:k_bits=4:boost_ratio=0.0"]),
+        (["--bits", "2", "--boost", "0.1"], ["tuned:boost_ratio=0.1"]),
+        (["--bits", "4", "--methods", "kv4"], ["kv4", "tuned:k_bits=4:v_bits=4:boost_ratio=0.0"]),
+        (["-ctk", "4", "-ctv", "2"], ["tuned:k_bits=4:boost_ratio=0.0"]),
         (["--preset", "kv4", "--methods", "kv4,kitty"], ["kv4", "kitty"]),
     ],
 )
