@@ -15,26 +15,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kitty_runtime.cache.hf import KittyCache
-from kitty_runtime.config import PAGE_SIZE, Prefill, cache_config
 from kitty_runtime.errors import ConfigError, MissingPackageError, UnsupportedOperationError
-from kitty_runtime.models.attention import ATTENTION
-from kitty_runtime.models.geometry import geometry_of
-from kitty_runtime.models.loading import cache_kwarg, load_config, load_model, load_tokenizer, resolve_model
-from kitty_runtime.models.preflight import Dtype, pick_device
-from kitty_runtime.profile_store import profile_for
-from kitty_runtime.profiles import BoostProfile, dump_profile, layer_boosts, load_profile
 
-try:
+try:  # before what takes seconds to import
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lm_eval":
         raise
     raise MissingPackageError("lm-eval is not installed.", "pip install 'kitty-kv[eval]'") from error
+
+import torch
+from torch import Tensor
+
+from kitty_runtime.cache.hf import KittyCache
+from kitty_runtime.config import PAGE_SIZE, Prefill, cache_config
+from kitty_runtime.models.attention import ATTENTION
+from kitty_runtime.models.geometry import geometry_of
+from kitty_runtime.models.loading import cache_kwarg, load_config, load_model, load_tokenizer, resolve_model
+from kitty_runtime.models.preflight import Dtype, pick_device
+from kitty_runtime.profile_store import profile_for
+from kitty_runtime.profiles import BoostProfile, dump_profile, layer_boosts, load_profile
 
 logger = logging.getLogger("lm_eval.kitty")  # below the harness's, so that its log level and format hold
 
@@ -158,8 +159,14 @@ class KittyLM(HFLM):  # type: ignore[misc]
         )
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits ``[num_seqs, n, vocab_size]`` of rows padded on the right: causal, so padding changes no real token.
+        """Logits ``[num_seqs, n, vocab_size]``; rows are padded on the right, which no real token sees."""
+        amp = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, amp, enabled=amp is not None):
+            logits: Tensor = self.model(inps, use_cache=True, **self._new_cache()).logits
+        return logits
 
+    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+        """
         Raises:
             UnsupportedOperationError: with ``prefill="full"`` nothing here would be read packed.
         """
@@ -168,12 +175,6 @@ class KittyLM(HFLM):  # type: ignore[misc]
                 "A loglikelihood is one prompt, and prefill=full reads prompts unquantized: nothing would be measured.",
                 "Leave prefill out for this task.",
             )
-        amp = self.mixed_precision_dtype
-        with torch.no_grad(), torch.autocast(self.device.type, amp, enabled=amp is not None):
-            logits: Tensor = self.model(inps, use_cache=True, **self._new_cache()).logits
-        return logits
-
-    def _loglikelihood_tokens(self, requests: list[Any], *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         for _, context, continuation in requests:
             end = min(len(context) + len(continuation) - 1, self.max_length)
             self._count(max(0, end - len(continuation)), end)
