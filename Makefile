@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-oldest quick lint format clean
+.PHONY: demo test test-oldest test-eval quick lint format clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("kitty needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
@@ -45,6 +45,18 @@ test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" \
 	  tests/cache/test_hf_models.py tests/emulation tests/engine/test_engine.py tests/models tests/cli/test_chat.py
 
+# The tests of the model for lm-evaluation-harness, which test leaves out: its environment adds the harness to the first one.
+EVAL := .venv-eval
+$(EVAL)/.ready: $(VENV)/.ready
+	$(PYTHON) -m venv $(EVAL)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(PACKAGES)')')" \
+	  > "$$($(EVAL)/bin/python -c '$(PACKAGES)')/rest.pth"
+	$(EVAL)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt lm-eval
+	touch $@
+
+test-eval: $(EVAL)/.ready $(VENV)/.model
+	OMP_NUM_THREADS=1 $(EVAL)/bin/python -m pytest -n auto --dist worksteal tests/eval
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,5 +67,5 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(EVAL) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

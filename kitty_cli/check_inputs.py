@@ -37,7 +37,7 @@ def chosen_methods(
     """Methods by name: those of ``--methods`` and the one that the cache options describe; if none, `METHODS`.
 
     Raises:
-        ConfigError: as `parse_methods` and `options.cache_config`.
+        ConfigError: as `parse_methods` and `cache_config`.
     """
     explicit = any(flag is not None for flag in (preset, bits, k_bits, v_bits, boost))
     found: dict[str, CacheConfig | Peer] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kitty_runtime.config import DEFAULT_PRESET, PRESETS, CacheConfig, preset
+from kitty_runtime.config import PRESETS
+from kitty_runtime.config import cache_config as cache_config
 from kitty_runtime.errors import ConfigError
 from kitty_runtime.models.preflight import Dtype
 
@@ -92,32 +92,6 @@ def check_sampling(asked: Mapping[str, Any]) -> None:
     if temperature is not None and not math.isfinite(temperature):
         raise ConfigError(f"--temperature is {temperature}.", "Use a number, such as 0.7.")
     SamplingParams(**{name: value for name, value in asked.items() if value is not None})
-
-
-def cache_config(
-    preset_name: str | None, bits: int | None, k_bits: int | None, v_bits: int | None, boost: float | None
-) -> CacheConfig:
-    """The settings that the flags ask for: a preset, changed by each flag that was given.
-
-    Raises:
-        ConfigError: flags that contradict each other or the page format.
-    """
-    config = preset(preset_name or DEFAULT_PRESET)
-    if not config.quantizes and (bits or k_bits or v_bits or 16) != 16:
-        raise ConfigError("--preset 16 packs nothing, the bits ask for packing.", "Leave one of them out.")
-    k_bits, v_bits = (bits if k_bits is None else k_bits), (bits if v_bits is None else v_bits)
-    if k_bits == v_bits == 16:
-        config = preset("16")
-    changes: dict[str, Any] = {}
-    if k_bits is not None:
-        changes["k_bits"] = k_bits
-        if k_bits != 2:  # boost lifts 2-bit channels to 4 bits
-            changes["boost_ratio"] = 0.0
-    if v_bits is not None:
-        changes["v_bits"] = v_bits
-    if boost is not None:
-        changes["boost_ratio"] = boost
-    return replace(config, **changes)
 
 
 def size_in_bytes(text: str | None) -> int | None:

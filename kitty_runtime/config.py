@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from kitty_runtime.errors import ConfigError
 
@@ -122,7 +122,8 @@ class CacheConfig:
                 f"k_bits {self.k_bits} with v_bits {self.v_bits}",
                 "16 bits means keys and values both unpacked: set both to 16 or neither.",
             )
-        if isinstance(self.boost_ratio, bool) or not 0.0 <= self.boost_ratio <= 1.0:
+        is_number = isinstance(self.boost_ratio, int | float) and not isinstance(self.boost_ratio, bool)
+        if not is_number or not 0.0 <= self.boost_ratio <= 1.0:
             raise ConfigError(f"boost_ratio is {self.boost_ratio!r}", "Use a share from 0 to 1, such as 0.125.")
         if self.boost_ratio and self.k_bits != 2:
             raise ConfigError(
@@ -198,3 +199,33 @@ def preset(name: str) -> CacheConfig:
     if name not in PRESETS:
         raise ConfigError(f"No preset is called {name!r}.", f"Use one of {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+
+def cache_config(
+    preset_name: str | None = None,
+    bits: int | None = None,
+    k_bits: int | None = None,
+    v_bits: int | None = None,
+    boost: float | None = None,
+) -> CacheConfig:
+    """The settings that users ask for: a preset, changed by each value that was given.
+
+    Raises:
+        ConfigError: values that contradict each other or the page format.
+    """
+    config = preset(preset_name or DEFAULT_PRESET)
+    if not config.quantizes and (bits or k_bits or v_bits or 16) != 16:
+        raise ConfigError("The preset 16 packs nothing, the bits ask for packing.", "Leave one of them out.")
+    k_bits, v_bits = (bits if k_bits is None else k_bits), (bits if v_bits is None else v_bits)
+    if k_bits == v_bits == 16:
+        config = preset("16")
+    changes: dict[str, Any] = {}
+    if k_bits is not None:
+        changes["k_bits"] = k_bits
+        if k_bits != 2:  # boost lifts 2-bit channels to 4 bits
+            changes["boost_ratio"] = 0.0
+    if v_bits is not None:
+        changes["v_bits"] = v_bits
+    if boost is not None:
+        changes["boost_ratio"] = boost
+    return replace(config, **changes)

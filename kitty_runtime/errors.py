@@ -24,6 +24,10 @@ class ConfigError(KittyError, ValueError):
     """A cache setting outside what the page format can hold."""
 
 
+class MissingPackageError(KittyError, ImportError):
+    """A package that only an extra of kitty's installs."""
+
+
 class ShapeError(KittyError, ValueError):
     """Tensors whose shapes, dtypes or devices do not fit together."""
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kitty_runtime import files
 from kitty_runtime.errors import ProfileError
 from kitty_runtime.home import profiles_dir
 from kitty_runtime.profiles import SUFFIX, BoostProfile, dump_profile, load_profile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kitty_runtime.models.geometry import ModelGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +51,33 @@ def find_profile(config_sha256: str, weights_sha256: str | None) -> tuple[Path, 
         if source.config_sha256 == config_sha256 and weights_sha256 in (None, source.weights_sha256):
             return path, profile
     return None
+
+
+def profile_for(
+    model: PreTrainedModel,
+    geometry: ModelGeometry,
+    given: BoostProfile | None,
+    given_path: Path | None,
+    warn: Callable[[str], None],
+) -> tuple[BoostProfile | None, str]:
+    """The profile that a model uses and what to call it: the one given, else the one measured on this very model.
+
+    Args:
+        warn: told if the one given was measured on other weights.
+    Returns:
+        None in place of a profile if there is none.
+    """
+    from kitty_runtime.models.fingerprint import config_sha256, weights_sha256
+
+    weights_hash = weights_sha256(model)
+    if given is not None:
+        if given.provenance.weights_sha256 != weights_hash:
+            warn(f"{given_path} was measured on {given.provenance.model}, whose weights are not these.")
+        return given, str(given_path)
+    found = find_profile(config_sha256(geometry), weights_hash)
+    if found is None:
+        return None, "none for this model, running query energies; make one with: kitty profile MODEL"
+    return found[1], str(found[0])
 
 
 def _profile_files() -> Iterator[Path]:

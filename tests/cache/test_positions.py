@@ -69,6 +69,7 @@ def test_values_stay_as_long_as_keys_or_a_page_longer(v_recent_len):
         {"boost_ratio": 1.1},
         {"boost_ratio": float("nan")},
         {"boost_ratio": True},
+        {"boost_ratio": "0.1x"},
         {"k_bits": 4},
         {"sink_len": -1},
         {"sink_len": 1.5},

@@ -632,7 +632,7 @@ def test_temperature_without_end(refused, model_dir):
 
 
 def test_preset_16_with_few_bits(refused, model_dir):
-    assert "--preset 16 packs nothing" in refused(2, "chat", model_dir, "hi", "--preset", "16", "--bits", "2")
+    assert "The preset 16 packs nothing" in refused(2, "chat", model_dir, "hi", "--preset", "16", "--bits", "2")
 
 
 def test_pipe_and_prompt_are_one_message(run, model_dir):
