@@ -3,7 +3,8 @@
     python benchmarks/tuned.py --text manual     # or --text source, CPython's own source code
     python benchmarks/tuned.py --text manual --full     # 6 windows of 4096 tokens instead of 2 of 2048
 
-Bytes are all that is stored per token at the length of a window, averaged over one page of phases. Prints a line per method and then one JSON line of the same.
+Bytes are all that is stored per token at the length of a window, averaged over one page of phases. Prints
+a line per method and then one JSON line of the same.
 """
 
 from __future__ import annotations
