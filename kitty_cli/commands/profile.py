@@ -207,7 +207,7 @@ def _compare(
 
     from kitty_cli.profile_report import Comparison
     from kitty_runtime.accuracy import Method, measure_divergence
-    from kitty_runtime.config import preset
+    from kitty_runtime.config import DEFAULT_PRESET, preset
     from kitty_runtime.memory import sequence_bytes
     from kitty_runtime.models.geometry import layers_of
     from kitty_runtime.texts import held_out_text, tokenize, windows_of
@@ -218,7 +218,7 @@ def _compare(
     windows = windows_of(text, tokenize(text, tokenizer), 1, window_len)
     methods = {
         "kitty": Method(replace(preset("kitty"), boost_ratio=boost)),
-        "this profile": Method(replace(preset("weighted"), boost_ratio=boost), profile),
+        "this profile": Method(replace(preset(DEFAULT_PRESET), boost_ratio=boost), profile),
     }
     layers = layers_of(model.config)
     return Comparison(
