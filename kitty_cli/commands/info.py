@@ -49,6 +49,9 @@ def info(
     """Show what a model's cache costs, without loading weights; or what a boost profile holds."""
     config = options.cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and model.endswith(".safetensors"):
+        given = {"--preset": preset, "--bits": bits, "--k-bits": k_bits, "--v-bits": v_bits, "--memory": memory}
+        for flag in (name for name, value in {**given, "--profile": profile}.items() if value is not None):
+            raise ConfigError(f"{flag} is about a model, {model} is a profile.", f"kitty info MODEL --profile {model}")
         _profile_info(Path(os.path.expanduser(model)), config.boost_ratio, report, as_json)
         return
     if report is not None:

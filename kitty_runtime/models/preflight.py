@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kitty_runtime.errors import ModelLoadError
+from kitty_runtime.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,8 @@ def pick_device(device: str) -> torch.device:
     """The device that `device` names; ``auto`` is the first CUDA device, else the CPU.
 
     Raises:
-        ModelLoadError: not a device, or not there.
+        ConfigError: not a device that kitty knows.
+        ModelLoadError: it is not there.
     """
     import torch
 
@@ -35,11 +36,11 @@ def pick_device(device: str) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ModelLoadError(f"There is no device {device!r}.", _DEVICES) from error
+        raise ConfigError(f"There is no device {device!r}.", _DEVICES) from error
     if target.type == "cpu":
         return torch.device("cpu")
     if target.type != "cuda":
-        raise ModelLoadError(f"kitty does not run on {device!r}.", _DEVICES)
+        raise ConfigError(f"kitty does not run on {device!r}.", _DEVICES)
     if not torch.cuda.is_available():
         raise ModelLoadError(
             f"{device} was asked for, but torch {torch.__version__} sees no CUDA device.",

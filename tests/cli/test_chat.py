@@ -70,6 +70,11 @@ def test_presets(call, model_dir, name):
     assert " pages packed" in done.stderr
 
 
+@pytest.mark.parametrize("device", ["foo", "meta", "cuda:x"])
+def test_a_device_that_is_none(refused, model_dir, device):
+    assert "Use auto, cpu, cuda or cuda:N." in refused(2, "chat", model_dir, "hi", "--device", device)
+
+
 def test_bits_and_boost(call, model_dir):
     done = call("chat", model_dir, "the", "--bits", "2", "--boost", "0.1", "--max-tokens", "2")
     assert (done.code, "cache: keys 2 bits, 0.1 of the key channels at 4 bits" in done.stderr) == (0, True)

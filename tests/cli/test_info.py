@@ -169,6 +169,11 @@ def test_a_profile_and_where_it_comes_from(call):
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.parametrize("flag", [("--memory", "8GB"), ("--bits", "4"), ("--preset", "kitty")])
+def test_flags_that_say_nothing_about_a_profile(refused, flag):
+    assert f"{flag[0]} is about a model" in refused(2, "info", SHIPPED, *flag)
+
+
 def test_a_file_that_is_no_profile(refused, tmp_path, model_dir):
     assert "There is no profile" in refused(1, "info", tmp_path / "none.safetensors")
     assert "not a boost profile" in refused(1, "info", model_dir / "model.safetensors")

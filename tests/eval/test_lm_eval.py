@@ -208,7 +208,7 @@ def test_settings_as_the_commands_take_them(make):
         (ConfigError, "does not take parallelize", {"parallelize": True}),
         (ConfigError, "does not take peft", {"peft": "adapter"}),
         (ProfileError, "There is no profile at nowhere", {"profile": "nowhere"}),
-        (ModelLoadError, "no device 'tpu0'", {"device": "tpu0"}),
+        (ConfigError, "no device 'tpu0'", {"device": "tpu0"}),
         (ModelLoadError, "dtype is 'float8'", {"dtype": "float8"}),
         (ModelLoadError, "There is no model demoo", {"pretrained": "demoo"}),
     ],
