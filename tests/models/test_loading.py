@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kitty_runtime.errors import ModelLoadError, UnsupportedModelError
+from kitty_runtime.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from kitty_runtime.models import demo, loading, preflight
 from kitty_runtime.models.loading import (
     ModelSource,
@@ -292,7 +292,7 @@ class TestBeforeWeightsLoad:
 
     @pytest.mark.parametrize("device", ["gpu0", "meta"])
     def test_no_such_device(self, folder, device):
-        assert repr(device) in refusal(load_model, resolve_model(str(folder)), device=device)
+        assert repr(device) in refusal(load_model, resolve_model(str(folder)), device=device, kind=ConfigError)
 
     def test_no_cuda(self, folder, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
