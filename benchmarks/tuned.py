@@ -2,6 +2,7 @@
 
     python benchmarks/tuned.py --text manual     # or --text source, CPython's own source code
     python benchmarks/tuned.py --text manual --full     # 6 windows of 4096 tokens instead of 2 of 2048
+    python benchmarks/tuned.py --text manual --model FOLDER --profile FILE     # what `kitty profile FOLDER` wrote
 
 Bytes are all that is stored per token at the length of a window, averaged over one page of phases. Prints
 a line per method and then one JSON line of the same.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 from kitty_cli.allocator import keep_freed_memory
 from kitty_runtime.accuracy import Method, measure_divergence
@@ -29,13 +31,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", choices=["manual", "source"], required=True)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--profile", type=Path, default=shipped_profiles_dir() / f"{DEMO_NAME}.safetensors")
     asked = parser.parse_args()
     text = {"manual": held_out_text, "source": source_text}[asked.text]()
     num_windows, seq_len = (6, 4096) if asked.full else (2, 2048)
     keep_freed_memory()
-    source = resolve_model("demo")
+    source = resolve_model(asked.model)
     model, tokenizer = load_model(source, dtype="float32", attn_implementation="kitty"), load_tokenizer(source)
-    profile = load_profile(shipped_profiles_dir() / f"{DEMO_NAME}.safetensors")
+    profile = load_profile(asked.profile)
     kitty, tuned = preset("kitty"), preset("tuned")
     methods = {
         "kitty": Method(kitty),
@@ -53,7 +57,11 @@ def main() -> None:
             f"{cost.bytes_per_token:,.0f} bytes per token"
         )
         figures[name] = {**asdict(divergence), "bytes_per_token": cost.bytes_per_token}
-    print(json.dumps({"text": text.name, "windows": num_windows, "seq_len": seq_len, "methods": figures}))
+    print(
+        json.dumps(
+            {"model": source.name, "text": text.name, "windows": num_windows, "seq_len": seq_len, "methods": figures}
+        )
+    )
 
 
 if __name__ == "__main__":
