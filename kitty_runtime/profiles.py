@@ -85,7 +85,8 @@ class BoostProfile:
         """Boosted channels per layer, `boost_ratio` of head_dim on average, where they lower the KL most.
 
         Greedy: the next step goes to the layer whose KL falls most per channel, on the measured curves
-        (logarithms interpolated between levels). Never above the average asked.
+        (logarithms interpolated between levels). What is left where the curves have ended goes to the layers whose KL
+        is still largest. Never above the average asked.
         """
         curves = {index: self._curve(index) for index in self.layers}
         head_dims = {index: layer.query_energy.shape[1] for index, layer in self.layers.items()}
@@ -94,16 +95,16 @@ class BoostProfile:
         taken = dict.fromkeys(self.layers, 0)
         while True:
             gains = [
-                ((curves[i][taken[i]] - curves[i][n]) / ((n - taken[i]) * step[i]), -i, n)
+                ((curves[i][taken[i]] - curves[i][n]) / ((n - taken[i]) * step[i]), curves[i][taken[i]], -i, -n)
                 for i in self.layers
                 for n in range(taken[i] + 1, BUDGET_STEPS + 1)
                 if (n - taken[i]) * step[i] <= left
             ]
             if not gains:
                 return {index: n * step[index] for index, n in taken.items()}
-            _, minus_index, n = max(gains)
-            left -= (n - taken[-minus_index]) * step[-minus_index]
-            taken[-minus_index] = n
+            _, _, minus_index, minus_n = max(gains)
+            left -= (-minus_n - taken[-minus_index]) * step[-minus_index]
+            taken[-minus_index] = -minus_n
 
     def _curve(self, index: int) -> list[float]:
         """KL at 0, 1, .. 16 sixteenths of the channels, falling."""

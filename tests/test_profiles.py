@@ -16,6 +16,7 @@ from tiny_models import tiny_config
 
 from kitty_runtime.config import preset
 from kitty_runtime.errors import ConfigError, ProfileError
+from kitty_runtime.models.demo import DEMO_NAME
 from kitty_runtime.models.geometry import layers_of
 from kitty_runtime.profile_store import default_path, find_profile, save_profile, shipped_profiles_dir
 from kitty_runtime.profiles import (
@@ -387,3 +388,13 @@ def test_shipped_profiles_are_what_the_readme_says():
         assert dump_profile(found) == file.read_bytes()
         for layer in found.layers.values():
             assert layer.query_energy.shape == (3, 64)
+
+
+@pytest.mark.parametrize("boost_ratio", [0.25, 0.4])
+def test_what_curves_leave_goes_to_sensitive_layers(boost_ratio):
+    """Beyond the highest measured level no channel is known to help: not the first layers get the rest."""
+    profile = load_profile(shipped_profiles_dir() / f"{DEMO_NAME}.safetensors")
+    budgets = profile.budgets(boost_ratio)
+    order = sorted(profile.layers, key=lambda index: profile.layers[index].kl[0])
+    assert max(budgets[index] for index in order[:5]) <= min(budgets[index] for index in order[-5:])
+    assert sum(budgets.values()) <= boost_ratio * 64 * 30
