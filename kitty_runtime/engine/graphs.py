@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kitty_runtime.ops.transfer import to_device
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -76,7 +74,7 @@ class DecodeGraphs:
         if size not in self._captured:
             self._captured[size] = self._capture(rows)
         captured = self._captured[size]
-        captured.buffers.rows.copy_(to_device(rows, captured.buffers.rows.device))
+        captured.buffers.rows.copy_(rows.pin_memory(), non_blocking=True)
         captured.graph.replay()
         return captured.logits
 
