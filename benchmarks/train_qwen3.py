@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from kitty_runtime.models.loading import load_tokenizer, resolve_model
+from kitty_runtime.texts import SOURCE_MODULES
 
 CONFIG = {
     "hidden_size": 512,
@@ -36,7 +37,7 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-HELD_OUT = ("argparse.py", "tarfile.py", "_pydecimal.py")
+HELD_OUT = {f"{name}.py" for name in SOURCE_MODULES}
 SEQ_LEN, LEARNING_RATE, WARM_UP = 4096, 1e-3, 200
 
 

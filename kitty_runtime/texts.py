@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,12 @@ def held_out_text() -> Text:
     return Text("builtin:python-manual/b", _manual_pages(first_half=False))
 
 
+SOURCE_MODULES = ("argparse", "tarfile", "_pydecimal")
+
+
 def source_text() -> Text:
     """Source code of three modules of CPython's standard library: text of another kind."""
-    import _pydecimal
-    import argparse
-    import tarfile
-
-    content = "\n".join(inspect.getsource(module) for module in (argparse, tarfile, _pydecimal))
+    content = "\n".join(inspect.getsource(import_module(name)) for name in SOURCE_MODULES)
     return Text("builtin:python-source", content)
 
 
