@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kitty_cli import options, output
+from kitty_cli import output
 from kitty_cli.method_specs import method_name, parse_methods
-from kitty_runtime.config import DEFAULT_PRESET, CacheConfig
+from kitty_runtime.config import DEFAULT_PRESET, CacheConfig, cache_config
 from kitty_runtime.errors import ConfigError
 from kitty_runtime.gate import check_packed
 
@@ -44,7 +44,7 @@ def chosen_methods(
     if methods is not None or not explicit:
         found = parse_methods(METHODS if methods is None else methods)
     if explicit:
-        config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+        config = cache_config(preset, bits, k_bits, v_bits, boost)
         found[method_name(config, preset or DEFAULT_PRESET)] = config
     return found
 

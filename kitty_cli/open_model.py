@@ -76,7 +76,7 @@ def open_model(
     if config.uses_profile:
         profile, name = profile_for(model, geometry, given, flags.profile_path)
     elif given is not None:
-        output.warning(f"The {config.policy} policy does not use the profile; use --preset weighted.")
+        output.warning(f"The {config.policy} policy does not use the profile; use --preset tuned.")
     note_what_runs(source.name, model, config, name)
     return OpenedModel(source.name, model, tokenizer, geometry, profile)
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kitty_runtime.config import PRESETS
-from kitty_runtime.config import cache_config as cache_config
+from kitty_runtime.config import DEFAULT_PRESET, PRESETS
 from kitty_runtime.errors import ConfigError
 from kitty_runtime.models.preflight import Dtype
 
@@ -45,12 +44,15 @@ Compile = Annotated[
     bool,
     typer.Option(
         "--compile/--no-compile",
-        help="Compile the model's layers for decode steps, on CUDA: faster steps, a start of some 15 seconds more.",
+        help="Compile the model's layers for decode steps, on CUDA: faster steps, a slower start.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
-Preset = Annotated[str | None, typer.Option(help=f"Cache settings: {', '.join(PRESETS)}.", rich_help_panel=_CACHE)]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Cache settings, {DEFAULT_PRESET} if left out: {', '.join(PRESETS)}.", rich_help_panel=_CACHE),
+]
 Bits = Annotated[int | None, typer.Option(help="Bits of keys and values: 2, 4 or 16.", rich_help_panel=_CACHE)]
 KBits = Annotated[int | None, typer.Option("--k-bits", "-ctk", help="Bits of keys: 2 or 4.", rich_help_panel=_CACHE)]
 VBits = Annotated[int | None, typer.Option("--v-bits", "-ctv", help="Bits of values: 2 or 4.", rich_help_panel=_CACHE)]

@@ -14,11 +14,11 @@ def check_writable(path: Path, option: str, error_type: type[KittyError]) -> Non
         option: how to name another file, such as ``--output FILE``.
         error_type: raised when `path` is a folder or device, or in a folder that cannot be written.
     """
-    if path.is_dir():
-        raise error_type(f"{path} is a folder.", f"Name the file: {option}")
-    if path.exists() and not path.is_file():
-        raise error_type(f"{path} is no file.", f"Name a file: {option}")
     try:
+        if path.is_dir():
+            raise error_type(f"{path} is a folder.", f"Name the file: {option}")
+        if path.exists() and not path.is_file():
+            raise error_type(f"{path} is no file.", f"Name a file: {option}")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)
         partial.touch()

@@ -15,6 +15,7 @@ import typer
 from kitty_cli import options, output
 from kitty_cli.commands.chat import interruptible
 from kitty_cli.open_model import ModelFlags, open_model
+from kitty_runtime.config import cache_config
 from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.errors import ConfigError, DataError
 
@@ -118,7 +119,7 @@ def batch(
         "repetition_penalty": repetition_penalty,
     }
     options.check_sampling(asked)
-    config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    config = cache_config(preset, bits, k_bits, v_bits, boost)
     limits = EngineLimits(
         gpu_memory_utilization=gpu_memory_utilization,
         kv_bytes=options.size_in_bytes(kv_bytes),

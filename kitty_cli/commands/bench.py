@@ -12,7 +12,7 @@ import typer
 
 from kitty_cli import options, output
 from kitty_cli.open_model import ModelFlags, OpenedModel, note_what_runs, open_model
-from kitty_runtime.config import PRESETS, CacheConfig
+from kitty_runtime.config import PRESETS, CacheConfig, cache_config
 from kitty_runtime.config import preset as preset_named
 from kitty_runtime.engine.limits import EngineLimits
 from kitty_runtime.errors import ConfigError, MemoryLimitError
@@ -77,7 +77,7 @@ def bench(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Measure speed and memory on fixed shapes, or under a load of requests, in process and without HTTP."""
-    config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    config = cache_config(preset, bits, k_bits, v_bits, boost)
     memory_bytes = options.size_in_bytes(memory)
     if num_prompts is None and math.isfinite(request_rate):
         raise ConfigError(f"--request-rate {request_rate} without a load.", "Add --num-prompts, or leave it out.")

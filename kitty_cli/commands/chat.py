@@ -14,6 +14,7 @@ import typer
 
 from kitty_cli import options, output
 from kitty_cli.open_model import ModelFlags, open_model
+from kitty_runtime.config import cache_config
 from kitty_runtime.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def chat(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Chat with a model on a paged 2-bit cache; in a pipe, answer once."""
-    config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    config = cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and " " in model and prompt is None and not os.path.exists(os.path.expanduser(model)):
         raise ConfigError(f"{model!r} is not a model.", f"Name the model before a message: kitty chat demo {model!r}")
     sampling = {

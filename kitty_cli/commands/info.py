@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kitty_cli import options, output
-from kitty_runtime.config import CacheConfig
+from kitty_runtime.config import CacheConfig, cache_config
 from kitty_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def info(
     as_json: options.Json = False,
 ) -> None:
     """Show what a model's cache costs, without loading weights; or what a boost profile holds."""
-    config = options.cache_config(preset, bits, k_bits, v_bits, boost)
+    config = cache_config(preset, bits, k_bits, v_bits, boost)
     if model is not None and model.endswith(".safetensors"):
         given = {"--preset": preset, "--bits": bits, "--k-bits": k_bits, "--v-bits": v_bits, "--memory": memory}
         for flag in (name for name, value in {**given, "--profile": profile}.items() if value is not None):

@@ -198,7 +198,7 @@ class KittyLM(HFLM):  # type: ignore[misc]
         if self.cache_config.uses_profile:
             return profile_for(self.model, geometry_of(self._config), given, path, logger.warning)
         if given is not None:
-            logger.warning("The %s policy does not use the profile; use preset=weighted.", self.cache_config.policy)
+            logger.warning("The %s policy does not use the profile; use preset=tuned.", self.cache_config.policy)
         return None, "not used by this preset"
 
     def _count(self, first: int, stop: int) -> None:

@@ -174,6 +174,12 @@ def test_flags_that_say_nothing_about_a_profile(refused, flag):
     assert f"{flag[0]} is about a model" in refused(2, "info", SHIPPED, *flag)
 
 
+def test_a_report_whose_name_is_too_long(refused, tmp_path):
+    assert "cannot be written: File name too long" in refused(
+        2, "info", SHIPPED, "--report", tmp_path / f"{'x' * 300}.html"
+    )
+
+
 def test_a_file_that_is_no_profile(refused, tmp_path, model_dir):
     assert "There is no profile" in refused(1, "info", tmp_path / "none.safetensors")
     assert "not a boost profile" in refused(1, "info", model_dir / "model.safetensors")
